@@ -1,10 +1,10 @@
-"""What no policy can do better than: the fewest experts moved.
+"""Computes the fewest experts that any policy must move.
 
 A cache holds experts between two steps, at most as many as it has cells. A step costs a transfer
-for each expert that it needs and that is not there; a transfer ahead of need costs as much. So an
-expert that stays from one use to the next saves one transfer and takes a cell at each moment
-between the two steps. Inside a step nothing is asked of the cache, so the bounds hold for every
-policy of the engine, whatever its fills, transfers and waves.
+for each needed expert that is not resident; a transfer ahead of need costs as much. So an expert
+that stays from one use to the next saves one transfer and takes a cell at each moment between the
+two steps. Inside a step nothing is asked of the cache, so the bounds hold for every policy of the
+engine, whatever its fills, transfers and waves.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class References:
     expert: np.ndarray
     """int[R]"""
     unknown: tuple[int, ...] = ()
-    """Steps, ascending, before which something was left out: anything may be resident there. A
-    sequence with none begins cold, with nothing resident."""
+    """Steps, ascending, before which steps were left out, so anything may be resident there. A
+    sequence without any begins cold, with nothing resident."""
 
     @property
     def largest(self) -> np.ndarray:
@@ -50,9 +50,13 @@ class References:
 
 
 def read_references(trace: Trace, kind: str | None = None) -> References:
-    """The references of a trace. kind: of one kind of step only, `prefill` or `decode`; what a
-    cache holds where steps were left out is then not known. Raises as read_step_sets, and
-    TraceError where no such step is in the trace or the trace does not know."""
+    """Returns the references of a trace.
+
+    - `kind`: take only steps of this kind, `prefill` or `decode`; what a cache holds where steps
+      were left out is then unknown.
+
+    Raises like read_step_sets, and TraceError if the trace has no such step or does not know kinds.
+    """
     if kind is not None and "step.kind" in trace.header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
     parts, places = [], []
@@ -70,8 +74,8 @@ def read_references(trace: Trace, kind: str | None = None) -> References:
 
 
 def in_one_pool(references: References) -> References:
-    """The same references as a policy sees them whose cells are one pool for all layers: layers one
-    after the other, L steps for each step, of one layer with L·E experts."""
+    """Returns the same references as seen by a policy whose cells are one pool for all layers:
+    layers one after the other, L steps for each step, of one layer with L·E experts."""
     layers, experts = references.layers, references.experts
     return References(
         steps=references.steps * layers,
@@ -113,7 +117,8 @@ def min_transfers(references: References, cells: int | Sequence[int] | np.ndarra
 
 
 def _run_transfers(references: References, start: int, end: int, held: np.ndarray) -> np.ndarray:
-    """int64[L]: those of the steps start … end − 1, among which nothing was left out."""
+    """Returns the transfers of steps start … end − 1, among which nothing was left out:
+    int64[L]."""
     part = slice(*np.searchsorted(references.step, [start, end]).tolist())
     step, layer, expert = (
         column[part] for column in (references.step, references.layer, references.expert)

@@ -1,8 +1,8 @@
-"""Predictions: what the steps of a trace would take under any policy and budget, on a machine
-whose costs were measured.
+"""Predicts the time of a trace's steps under any policy and budget, on a machine whose costs were
+measured.
 
-`simulate` says what each step moves, the cost model what computing and moving take, and a timeline
-(step_timeline) when which of it happens. docs/explanation/simulator.md.
+`simulate` says what each step moves, the cost model how long computing and moving take, and a
+timeline (step_timeline) when they happen. docs/explanation/simulator.md explains the result.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pallas_kernels.paged_attention import SPAN
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the steps of a trace take; T steps."""
+    """The predicted time of a trace's T steps."""
 
     simulation: Simulation
-    """What they move."""
+    """The transfers of the steps."""
     seconds: np.ndarray
     """float64[T]: each step, from the end of the one before it."""
     compute_s: np.ndarray
@@ -41,10 +41,10 @@ class Prediction:
     tokens: np.ndarray
     """int64[T]: token rows of each step."""
     bytes: int
-    """Over the link, of all steps."""
+    """Bytes of all steps over the link."""
     link_per_byte: float
     events: tuple[TimelineEvent, ...] = ()
-    """What happens when, where that was to be drawn."""
+    """Events of the timeline, if they were to be drawn."""
 
     @property
     def stall_s(self) -> np.ndarray:
@@ -58,8 +58,9 @@ class Prediction:
 
     @property
     def stall_bound_share(self) -> float:
-        """What of `stall_share` no overlap of the link with computing could hide: the same bytes at
-        the link's rate, less the time in which steps compute, over the time that both take."""
+        """The part of `stall_share` that no overlap of the link with computing could hide: the time
+        of the same bytes at the link's rate, less the time in which steps compute, over the time
+        that both take."""
         compute = float(self.compute_s.sum())
         least = max(self.bytes * self.link_per_byte - compute, 0.0)
         return least / (compute + least)
@@ -70,7 +71,8 @@ class Prediction:
         return float(self.tokens[self.of_kind("decode")].sum() / self.seconds.sum())
 
     def of_kind(self, kind: str) -> np.ndarray:
-        """bool[T]: the steps of that kind, `prefill` or `decode`; one of unknown kind decodes."""
+        """bool[T]: the steps of that kind, `prefill` or `decode`. Steps of unknown kind count as
+        decode steps."""
         found = self.simulation.kind == KINDS.index(kind)
         return found | (self.simulation.kind < 0) if kind == "decode" else found
 
@@ -88,29 +90,33 @@ def predict(
     draw: bool = False,
     **options: Any,
 ) -> Prediction:
-    """What the trace's steps take on the cost model's machine under these policies and budgets.
+    """Predicts the time of the trace's steps on the cost model's machine under these policies and
+    budgets, from a cold start.
 
-    model: the costs of the run's version; where it mixes several, or to say which one is meant,
-    those of each (version → costs). The trace's routing may be that of a run in another version.
-    link: of an engine with a queue, whose transfers run beside computing; None: of one that moves
-    experts within its steps. draw: keep the events. options: as of simulator.simulate (eviction,
-    prefetch, placement, policies, cells, driver, spec, …), from a cold start likewise.
+    - `model`: the costs of the run's version, or version → costs for a run that mixes versions, or
+      to choose a version. The trace's routing may be of a run in another version.
+    - `link`: link of an engine with a queue, whose transfers run beside computing; None: experts
+      move within steps.
+    - `draw`: whether to keep the events.
+    - `options`: those of simulator.simulate (eviction, prefetch, placement, policies, cells,
+      driver, spec, …).
 
-    Steps are dispatched and read in the trace's order, whatever they take. What policies see of
-    time (`seconds`, and with it intervals) is the model's; their `costs` are those of version 0.
-    Policies add CostModel.control to each step and, where they look between layers, CostModel.look
-    to each layer, but what they compute costs nothing, as do searches that a step makes itself.
-    With a placement a second processor computes beside the device, β·m + C seconds for each expert
-    that it is given. Waiting for requests is not a part of any step. The same arguments give the
-    same result.
+    Steps are dispatched and read in the trace's order, however long they take. The time that
+    policies see (`seconds`, and with it intervals) is the model's; their `costs` are those of
+    version 0. Policies add CostModel.control to each step and, if they look between layers,
+    CostModel.look to each layer. What policies compute costs nothing, nor do searches that a step
+    makes itself. With a placement a second processor computes beside the device, β·m + C seconds
+    for each of its experts. Waiting for requests is not part of any step. The same arguments give
+    the same result.
 
-    A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
-    steps of as many rows as tokens, each with one span of context.
+    A trace without rows, kinds or positions (converted, generated) counts as decode steps of as
+    many rows as tokens, each with one span of context.
 
-    Raises CostError for a trace of another shape than the model's, of more rows than were measured,
-    for versions without costs of their own, for experts of a second processor whose costs nothing
-    says (placement=recorded=...), and for transitions that block, which move experts outside of any
-    step; QueueError for a link that leaves no time to compute; the rest as simulate does.
+    Raises CostError for a trace of another shape than the model's or of more rows than were
+    measured; for versions without costs of their own; for experts of a second processor without
+    costs (placement=recorded=...); and for transitions that block, which move experts outside of
+    any step. Raises QueueError for a link that leaves no time to compute, and otherwise like
+    simulate.
     """
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
@@ -152,7 +158,10 @@ def predict(
 
 
 class _Clock:
-    """Times of simulated steps, one after the other. moments: at which policies are asked."""
+    """Times of simulated steps, one after the other.
+
+    - `moments`: moments at which policies are asked.
+    """
 
     def __init__(
         self, trace: Trace, costs: RunCosts, timeline: StepTimeline, moments: frozenset[Moment]
@@ -166,11 +175,11 @@ class _Clock:
         self.compute_s: list[float] = []
         self.tokens: list[int] = []
         self.ends: dict[int, float] = {}
-        """Step → when it is read."""
+        """The time at which each step is read."""
         self._now = 0.0
 
     def add_step(self, simulated: SimulatedStep) -> None:
-        """A step was dispatched, and these are its moves."""
+        """Adds a dispatched step with its moves."""
         step, costs = next(self._steps), self._costs
         work, rows = step_work(step, costs.models[0].chunk)
         routed = routed_counts(step.ids, self._experts)
@@ -189,8 +198,10 @@ class _Clock:
 def _placement_costs(
     policies: Sequence[Policy], spec: Spec | None, header: TraceHeader, model: CostModel
 ) -> PlacementCosts | None:
-    """What the placement among the policies goes by; None: there is none. spec: None: the
-    trace's."""
+    """Returns the costs that the placement among the policies uses, or None without a placement.
+
+    - `spec`: None: the trace's.
+    """
     for policy in policies:
         if isinstance(policy, PlacementPolicy):
             spec = spec or spec_of(header)
@@ -200,8 +211,11 @@ def _placement_costs(
 
 
 def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:
-    """(what a step computes beside its experts, rows of its decode executable; None: it is a
-    prefill step). chunk: of a CostModel."""
+    """Returns (what a step computes beside its experts, rows of its decode executable). Rows are
+    None for a prefill step.
+
+    - `chunk`: of a CostModel.
+    """
     if step.kind == KINDS[0]:
         return Work(*_chunks(step, chunk)), None
     tokens = len(step.ids)
@@ -210,7 +224,7 @@ def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:
 
 
 def _chunks(step: StepRecord, chunk: int) -> tuple[int, int]:
-    """(chunks of a prefill step, spans that they attend to)."""
+    """Returns (chunks of a prefill step, spans that they attend to)."""
     if step.position is None or step.request is None:
         count = -(-len(step.ids) // chunk)
         return count, count

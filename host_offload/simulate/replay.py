@@ -1,4 +1,4 @@
-"""A trace run again as it was, and compared with what the engine wrote."""
+"""Runs a trace again unchanged, and compares the result with what the engine wrote."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ def replay(
     spec: Spec | None = None,
 ) -> Simulation:
     """Runs a trace with the policies that it was made with, and compares: the numbers of hits,
-    fills and experts read through, which ones were missing, and the bytes of every step and layer;
+    fills and experts read through, the missing experts, and the bytes of every step and layer;
     every decision; every transfer, with the steps at which it was issued, published and first used.
 
-    policies: those of the run beside its `eviction` and `prefetch`, which the trace knows.
-    prefetch: NAME=PATH, where that file is elsewhere now. spec: as of simulate; a policy that needs
-    `router` needs a spec with it. Returns what was simulated, which is what the
-    engine did.
+    - `policies`: those of the run beside its `eviction` and `prefetch`, which the trace knows.
+    - `prefetch`: NAME=PATH, if that file has moved.
+    - `spec`: as in simulate; a policy that needs `router` needs a spec with it.
 
-    Budgets move when they did in the run, by policies or by hand (Trace.budgets).
-
-    Raises TraceError at the first difference, naming the step, and for a trace that no engine
-    wrote; otherwise as simulate.
+    Returns the simulation, which equals what the engine did. Budgets move when they did in the run,
+    by policies or by hand (Trace.budgets). Raises TraceError at the first difference, naming the
+    step, and for a trace that no engine wrote; otherwise like simulate.
     """
     if trace.header.absent:
         raise TraceError(
@@ -132,7 +130,7 @@ class _Check:
 
 
 def _plain(event: Decided) -> dict[str, Any]:
-    """A decision as JSON gives it back."""
+    """Returns a decision in the form that JSON gives back."""
     wanted = {name: value for name, value in vars(event.decision).items() if value is not None}
     if event.decision.map_rows is not None:  # a trace has their places
         wanted["map_rows"] = event.decision.map_rows.place

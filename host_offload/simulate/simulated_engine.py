@@ -50,16 +50,18 @@ class Staged(NamedTuple):
     row: int
     """The first arena row of its cell."""
     coming: int | None
-    """The layer before whose experts it was queued, between layers; None: after its own's."""
+    """The layer before whose experts it was queued, between layers; None: it was queued after its
+    own layer's experts."""
     routed: bool
-    """In the former case, whether that layer was routed already."""
+    """Whether that layer was routed already, for an expert queued between layers."""
 
 
 class SimulatedStep:
-    """What a step did; L layers of E experts in V versions. Each expert is needed by one of the
-    step's waves.
+    """The result of a step: L layers of E experts in V versions. One of the step's waves needs each
+    active expert.
 
-    kind: None where the trace does not know. link_bytes: int64[V, L], of an expert.
+    - `kind`: None if the trace does not know.
+    - `link_bytes`: int64[V, L], bytes of an expert over the link.
     """
 
     def __init__(
@@ -74,10 +76,10 @@ class SimulatedStep:
         self.placed = np.zeros(shape, bool)
         """bool[L, E]: missed experts that a second processor computed."""
         self.row = np.full(shape, -1, np.int32)
-        """int32[L, E]: the first arena row of the cell that a needed one was computed from; −1: of
-        none, it was read through or placed."""
+        """int32[L, E]: first arena row of the cell that a needed expert was computed from; −1: it
+        had no cell, and was read through or placed."""
         self.version = np.zeros(shape, np.int8)
-        """int8[L, E]: that a needed one was computed in; 0 of all others."""
+        """int8[L, E]: the version that a needed expert was computed in; 0 for all others."""
         self.stages: list[Staged] = []
         """Experts moved ahead of need, by the step's list and between layers, in their order."""
 
@@ -103,7 +105,7 @@ class SimulatedStep:
 
     @property
     def fills(self) -> np.ndarray:
-        """int64[L], as read_through and staged."""
+        """int64[L]: experts that filled cells; read_through and staged have the same form."""
         return self.moves[0].sum(axis=1)
 
     @property
@@ -121,9 +123,9 @@ class SimulatedStep:
 
 
 class PagerDevice(Pager):
-    """A host_offload.control.control.Device without bytes: steps as sets of experts.
+    """A host_offload.control.control.Device without bytes: its steps are sets of experts.
 
-    link_bytes: int64[V, L], of an expert.
+    - `link_bytes`: int64[V, L], bytes of an expert over the link.
     """
 
     def __init__(self, tables: Residency, link_bytes: np.ndarray):
@@ -132,23 +134,23 @@ class PagerDevice(Pager):
         self._carried_out = np.zeros(0, np.int32)
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: MapStore | None = None
-        """What decode steps search; None: nothing."""
+        """The maps that decode steps search, if any."""
         self.link_use: Callable[[], LinkUse] = LinkUse
-        """As of Device."""
+        """See Device.link_use."""
         self.step = self.begin_step(-1, None, 1)
 
     # ---- a step
 
     def begin_step(self, number: int, kind: str | None, waves: int) -> SimulatedStep:
-        """The step, of which nothing is known yet."""
+        """Begins a step and returns it, with nothing known yet."""
         experts = self.tables.address.shape[1]
         self.step = SimulatedStep(number, kind, waves, experts, self._link_bytes)
         self._assigned = None
         return self.step
 
     def compute(self, active: np.ndarray, layer: int | None = None) -> None:
-        """References all layers, or one, to their sets of active experts bool[M, E]. Misses that a
-        second processor was given get no cell, and none of their bytes crosses the link."""
+        """References all layers, or one, to their sets of active experts bool[M, E]. Misses that
+        are given to a second processor get no cell, and none of their bytes crosses the link."""
         span = slice(None) if layer is None else slice(layer, layer + 1)
         tables, step, kept = self.tables, self.step, None
         if self._assigned is not None and self._assigned[0] == layer:
@@ -172,8 +174,11 @@ class PagerDevice(Pager):
         coming: int | None = None,
         routed: bool = False,
     ) -> np.ndarray:
-        """As Pager.stage; `carried_out` knows of a list from between layers, before `coming`.
-        routed: whether that layer was."""
+        """Stages experts like Pager.stage, and notes for `carried_out` a list from between layers,
+        before `coming`.
+
+        - `routed`: whether the layer `coming` was routed already.
+        """
         done = super().stage(entries, layer=layer, coming=coming)
         if coming is not None:
             self._carried_out = done
@@ -184,9 +189,11 @@ class PagerDevice(Pager):
         return done
 
     def fetch(self, layer: int, found: FoundMaps, top_k: int, coming: int) -> np.ndarray:
-        """What the maps that were found say of a layer to come becomes its prior and transfers, as
-        moejax.step.map_search.Lookahead.fetch has it. coming: as of stage. Returns those of
-        StepRecord.ahead."""
+        """Turns what the found maps say about a coming layer into its prior and transfers, like
+        moejax.step.map_search.Lookahead.fetch. Returns the entries for StepRecord.ahead.
+
+        - `coming`: as in stage.
+        """
         assert self.maps is not None, "only a step that searches finds anything"
         said = wanted_of(self.maps, found, layer, top_k)
         if said is None:
@@ -234,10 +241,10 @@ class StepSearch:
         self._trajectory: Trajectory = maps.trajectory(len(step.ids))
         found = maps.nearest_embedding(step.embedding)
         self.chosen = [device.fetch(layer, found, top_k, coming=0) for layer in range(distance)]
-        """What StepRecord.ahead has, one array for each search and layer."""
+        """The entries of StepRecord.ahead, one array for each search and layer."""
 
     def after_layer(self, layer: int) -> None:
-        """After the layer's experts."""
+        """Searches and fetches after a layer's experts."""
         target = layer + self._distance
         if target >= self._probabilities.shape[1]:
             return
@@ -247,21 +254,26 @@ class StepSearch:
 
 
 class TraceResizer:
-    """Moves budgets before the steps at which the trace says they moved. budgets: None: as soon as
-    a policy wants it, as if KV were never in the way; the size of the arena is checked with the
-    decision. Raises TraceError for a move of the trace that no policy wanted."""
+    """Moves budgets before the steps at which the trace says they moved.
+
+    - `budgets`: None: budgets move as soon as a policy wants it, as if KV never blocked a move; the
+      decision checks the size of the arena.
+
+    Raises TraceError for a move of the trace that no policy wanted.
+    """
 
     def __init__(self, pager: Pager, controller: Controller, budgets: Sequence[BudgetMove] | None):
         self._pager, self._controller = pager, controller
         self._budgets = None if budgets is None else by_step(budgets)
         self._step = -1
         self._moved: list[BudgetMove] = []
-        """By a policy, before the step that is being made, in the trace; those not met."""
+        """Moves of the trace that a policy made before this step and that the simulation has not
+        met yet."""
         self._kv_slots: list[int] = []
         """Slots that experts gave to KV, where every expert is resident."""
 
     def begin_step(self, step: int) -> None:
-        """Before Control.before_step: what was moved by hand moves."""
+        """Begins a step, before Control.before_step: carries out moves that were made by hand."""
         moved = (self._budgets or {}).get(step, ())
         self._step, self._moved = step, [budget for budget in moved if not budget.by_hand]
         for budget in moved:
@@ -269,7 +281,7 @@ class TraceResizer:
                 self._pager.regrant(np.array(budget.cells))
 
     def end_step(self) -> None:
-        """After Control.before_step."""
+        """Ends a step, after Control.before_step."""
         if self._moved:
             raise TraceError(
                 f"before step {self._step} a budget was carried out that no policy wanted; give "
@@ -296,8 +308,8 @@ class TraceResizer:
     def _move_slots(
         self, transitions: Transitions, pages: int, moved: Sequence[BudgetMove]
     ) -> None:
-        """Where every expert is resident slots change sides. When KV gives slots is the trace's;
-        when experts do follows from their transitions."""
+        """Moves slots between experts and KV if every expert is resident. The trace says when KV
+        gives slots; transitions of experts decide when experts do."""
         spec = self._controller.spec
         slot_bytes = spec.slot_bytes or max(int(n.max()) for n in spec.version_bytes.values())
         total, per_slot = spec.budget_bytes // slot_bytes, max(slot_bytes // spec.page_bytes, 1)
@@ -318,10 +330,12 @@ class TraceResizer:
 
 
 class SimulatedEngine:
-    """Runs the steps of a trace on a device under a controller that asks something.
+    """Runs the steps of a trace on a device under a controller that asks for something.
 
-    budgets: what moves before which step, see TraceResizer. clock: see simulator.simulate.
-    Raises TraceError for what a policy needs and the trace does not have.
+    - `budgets`: what moves before which step, see TraceResizer.
+    - `clock`: see simulator.simulate.
+
+    Raises TraceError for data that a policy needs and the trace does not have.
     """
 
     def __init__(
@@ -342,12 +356,13 @@ class SimulatedEngine:
         self._link = RecordedLink(trace.link(), f"the trace {trace.directory}")
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
-        """Steps that were dispatched and not read: in the trace, and as they came out."""
+        """Steps that were dispatched and not read, as in the trace and as simulated."""
         self._timed = not {"step.start_s", "step.read_s"} & {*header.absent}
-        """Without times a step is read when the next one was dispatched, and seconds are 0."""
+        """Whether the trace has times. Without times a step is read when the next one was
+        dispatched, and seconds are 0."""
 
     def run(self, steps: Iterable[StepRecord]) -> Iterator[SimulatedStep]:
-        """The steps in order; each is yielded when it was dispatched."""
+        """Runs the steps in order; yields each one when it was dispatched."""
         for step in steps:
             while self._reading and self._is_read_before(self._reading[0][0], step):
                 self._read()
@@ -388,8 +403,8 @@ class SimulatedEngine:
         return done
 
     def _search_of(self, step: StepRecord) -> StepSearch | None:
-        """What a decode step searches; None: nothing. Raises TraceError for a trace that does not
-        say what routers and embeddings were."""
+        """Returns the search of a decode step, or None without one. Raises TraceError for a trace
+        that lacks router inputs or embeddings."""
         if (search := self.controller.search) is None or step.kind != "decode":
             return None
         for name in ("embedding", "probs"):
@@ -406,7 +421,7 @@ class SimulatedEngine:
     def _look(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
-        # Not asked for where no policy sees it.
+        # Compute this only if a policy sees it.
         self._device.link_use = functools.partial(self._link.find, self._making, moment, layer)
         if entries := self._control.between_layers(moment, layer, rows, routing):
             self._device.stage(entries, coming=max(layer, 0), routed=routing is not None)
@@ -426,8 +441,8 @@ class SimulatedEngine:
         self._control.after_read(found)
 
     def _is_read_before(self, step: StepRecord, following: StepRecord) -> bool:
-        """Whether the step is read before the other one is dispatched: where policies look between
-        layers the engine reads first, whatever the run did that the trace is of."""
+        """Whether the step is read before the other one is dispatched. If policies look between
+        layers the engine reads first, whatever the trace's run did."""
         if self._between:
             return True
         if not self._timed:
@@ -436,7 +451,7 @@ class SimulatedEngine:
 
 
 def by_step(budgets: Iterable[BudgetMove]) -> Mapping[int, Sequence[BudgetMove]]:
-    """What moves before each step, in order."""
+    """Returns the moves before each step, in order."""
     found: dict[int, list[BudgetMove]] = {}
     for budget in budgets:
         found.setdefault(budget.step, []).append(budget)
@@ -444,7 +459,7 @@ def by_step(budgets: Iterable[BudgetMove]) -> Mapping[int, Sequence[BudgetMove]]
 
 
 def _check_needs(header: TraceHeader, controller: Controller) -> None:
-    """Raises TraceError for what a policy needs and the trace does not have."""
+    """Raises TraceError for data that a policy needs and the trace does not have."""
     fields = {**SEEN, **dict.fromkeys(USES, "use"), "kv_refs": "request"}
     for name in sorted(controller.needs & fields.keys()):
         field = fields[name]
@@ -458,8 +473,11 @@ def _check_needs(header: TraceHeader, controller: Controller) -> None:
 
 
 def _check_array(header: TraceHeader, name: str, what: str, field: str | None = None) -> None:
-    """Raises TraceError for an array that is needed and not in the trace. what: who needs it, for
-    the message. field: of the StepRecord, where policies see it by another name than in SEEN."""
+    """Raises TraceError for an array that is needed and not in the trace.
+
+    - `what`: what needs it, for the message.
+    - `field`: field of the StepRecord, if policies see it by another name than in SEEN.
+    """
     field = field or SEEN[name]
     if COLUMNS[field].optional and not getattr(header, field):
         raise TraceError(

@@ -1,7 +1,7 @@
 """The simulator: what the routing of a trace costs under any policy, without a model or a device.
 
-`simulate` takes other policies and budgets than those of the run; host_offload.simulate.replay
-runs the trace again as it was and compares everything. docs/explanation/simulator.md.
+`simulate` takes other policies and budgets than those of the run. host_offload.simulate.replay runs
+the trace again unchanged and compares everything. docs/explanation/simulator.md explains both.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from host_offload.traces.schema import KINDS, SAID, BudgetMove, TraceError, Trac
 from host_offload.traces.step_sets import read_step_sets
 
 STAGE_ENTRIES = 8
-"""Entries of a step's list where the trace does not say: those of the engine."""
+"""Entries of a step's list if the trace does not say: those of the engine."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated run did; T steps, L layers. An expert that was needed was a hit, a fill,
+    """The result of a simulated run of T steps and L layers. Each needed expert was a hit, a fill,
     read through or computed by a second processor."""
 
     number: np.ndarray
     """int64[T]: the steps' numbers in the trace."""
     kind: np.ndarray
-    """int8[T]: index into trace_schema.KINDS; −1 where the trace does not know."""
+    """int8[T]: index into trace_schema.KINDS; −1 if the trace does not know."""
     hits: np.ndarray
     """int32[T, L]"""
     fills: np.ndarray
@@ -57,9 +57,9 @@ class Simulation:
     staged: np.ndarray
     """int32[T, L]: experts moved ahead of need."""
     bytes: np.ndarray | None
-    """int64[T, L]: over the link; None where the trace does not know an expert's bytes."""
+    """int64[T, L]: bytes over the link; None if the trace does not know an expert's bytes."""
     control: dict[str, Any] | None = None
-    """Controller.stats(); None where no policy was asked anything."""
+    """Controller.stats(); None if no policy was asked."""
 
     @property
     def misses(self) -> np.ndarray:
@@ -95,7 +95,7 @@ def simulate(
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
-    - `eviction`, `prefetch`, `placement`, `policies`: as of moejax.LLM, but a placement states all
+    - `eviction`, `prefetch`, `placement`, `policies`: as in moejax.LLM, but a placement states all
       of its costs, or `costs` has them.
     - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, which may be
       that every expert is resident.
@@ -163,8 +163,8 @@ def name_policies(
     prefetch: str | None = None,
     placement: str | None = None,
 ) -> tuple[Policy, ...]:
-    """All policies of a run: the given ones, and the policies with these names. The eviction comes
-    first. Raises ValueError for an unknown name."""
+    """Returns all policies of a run, eviction first: the given policies and those with these names.
+    Raises ValueError for an unknown name."""
     named = with_placement(placement, with_prefetch(prefetch, policies))
     return with_eviction(eviction, named)[1]
 
@@ -172,8 +172,10 @@ def name_policies(
 def _device_of_weights(
     header: TraceHeader, policies: Sequence[Policy], granted: PagedSpec, *, as_in_trace: bool
 ) -> PagerDevice:
-    """The device of policies that are nothing but victim weights. as_in_trace: experts are resident
-    in the versions that the trace's run began with."""
+    """Returns the device of policies that are only victim weights.
+
+    - `as_in_trace`: whether experts are resident in the versions that the trace's run began with.
+    """
     chosen = [getattr(policy, "victim_weights", None) for policy in policies]
     weights = chosen[0] if chosen and chosen[0] is not None else EVICTION["lru"]
     resident = read_resident(header.spec.get("resident")) if as_in_trace else None
@@ -189,7 +191,7 @@ def _device(
     bound: int,
     sizes: Mapping[str, np.ndarray],
 ) -> PagerDevice:
-    """A device with nothing in its cells, or with every expert resident."""
+    """Returns a device with nothing in its cells, or with every expert resident."""
     if resident is None:
         experts = granted.fill_version.shape[1]
         tables = cold_tables(granted.cells, experts, weights, bound, granted.fill_version)
@@ -199,8 +201,8 @@ def _device(
 
 
 def spec_of(header: TraceHeader) -> Spec:
-    """What the engine that wrote a trace told its policies. Raises TraceError where the header does
-    not say it all."""
+    """Returns the Spec that the engine which wrote a trace gave its policies. Raises TraceError if
+    the header does not have all of it."""
     said = {"stage_entries": STAGE_ENTRIES, "max_num_seqs": None, **header.spec}
     try:
         sizes = _sizes(said["version_bytes"], header.layers)
@@ -229,13 +231,13 @@ def spec_of(header: TraceHeader) -> Spec:
 
 
 def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """Version → int64[L], of bytes as a header says them: one number, or one of each layer."""
+    """Returns int64[L] bytes of each version. A header has one number, or one of each layer."""
     return {name: np.broadcast_to(np.array(size, np.int64), layers) for name, size in said.items()}
 
 
 def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> PagedSpec:
-    """Cells of each layer and what misses fill at the start: the trace's, but version 0 where the
-    cells are all of that."""
+    """Returns the cells of each layer and the version that misses fill at the start: the trace's,
+    or version 0 if all cells are of that version."""
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
     paged = read_paged(header.spec.get("paged"))
@@ -260,7 +262,7 @@ def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) 
 def _steps_without_control(
     trace: Trace, device: PagerDevice, budgets: Sequence[BudgetMove]
 ) -> Iterator[SimulatedStep]:
-    """The steps under a policy that is only weights."""
+    """Yields the steps under a policy that is only weights."""
     moves = by_step(budgets)
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):

@@ -1,12 +1,11 @@
 """Steps on a timeline: what they compute and move, when the device, the link and a miss allow it.
 
-Without a link the experts of a layer move within its step, as an engine without a queue does it:
-the device does nothing else meanwhile. With a link they are queued as an engine with a queue does
-it: what a layer misses are demands from its router on, what was staged are prefetches, and the
-device waits for just the part of an expert that it is about to compute with
-(docs/explanation/transfers.md). A second processor computes what a placement gives it from the
-router on, one expert after the other, and the layer ends when both are done
-(docs/explanation/prescope.md).
+Without a link the experts of a layer move within its step, as in an engine without a queue: the
+device does nothing else meanwhile. With a link they are queued, as in an engine with a queue.
+Misses of a layer are demands from its router on, staged experts are prefetches, and the device
+waits only for the part of an expert that it computes with next (docs/explanation/transfers.md). A
+second processor computes its experts from the router on, one after the other, and the layer ends
+when both processors are done (docs/explanation/prescope.md).
 """
 
 from __future__ import annotations
@@ -26,32 +25,34 @@ from host_offload.traces.step_sets import in_waves
 PREFETCH = "prefetch"
 
 OUTSIDE = 0.25
-"""The share of StepCost.step before the first layer and after the last one, assumed and
-not measured."""
+"""Share of StepCost.step before the first layer and after the last one. It is assumed, not
+measured."""
 
 
 class StepLoad(NamedTuple):
-    """What a step computes."""
+    """The load of a step."""
 
     work: Work
-    """Without experts and tiles."""
+    """Work of the step, without experts and tiles."""
     rows: int | None
-    """Those of a decode executable; None: a prefill step."""
+    """Rows of a decode executable; None: a prefill step."""
     routed: np.ndarray
     """int[L, E]: rows of each expert."""
     control: float
-    """Seconds of what policies look at, before the step."""
+    """Seconds for what policies look at before the step."""
     look: float
-    """Seconds of what policies look at between layers, in each layer."""
+    """Seconds for what policies look at between layers, in each layer."""
 
 
 class StepTimeline:
-    """One step after the other from time 0 on. link: of the engine's queue; None: it has none.
-    second: what a placement goes by, whose β and C are the second processor's, t_g and t_attn the
-    least that the device takes; None: there is no such processor. record: whether the timeline
-    keeps its events.
+    """Plays one step after the other from time 0 on.
 
-    Raises QueueError for a link that cannot be.
+    - `link`: of the engine's queue; None: it has no queue.
+    - `second`: costs that a placement uses, whose β and C are the second processor's, t_g and
+      t_attn the least that the device takes; None: no second processor.
+    - `record`: whether the timeline keeps its events.
+
+    Raises QueueError for an impossible link.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class StepTimeline:
         self.timeline = Timeline(link, record=record)
         self._costs, self._queued, self._second = costs, link is not None, second
         self._flying: dict[int, int] = {}
-        """Arena row of a cell that a transfer writes → ticket."""
+        """Ticket of the transfer that writes a cell, by the cell's arena row."""
 
     def play(self, load: StepLoad, step: SimulatedStep) -> float:
-        """The seconds that a step takes from the end of the one before it, in whole nanoseconds."""
+        """Returns the seconds of a step from the end of the previous one, in whole nanoseconds."""
         timeline, began = self.timeline, self.timeline.now
         layers, costs = len(load.routed), self._costs
         cost = costs.fixed_cost(load.work, load.rows, step.version[step.active])
@@ -103,7 +104,7 @@ class StepTimeline:
         return round(timeline.now - began, 9)
 
     def _products(self, load: StepLoad, step: SimulatedStep) -> np.ndarray:
-        """float64[L, E]: the device's seconds with each expert."""
+        """Returns the device's seconds for each expert, float64[L, E]."""
         routed = np.where(step.placed, 0, load.routed)
         found = self._costs.products(routed, step.version, load.rows)
         if self._second is None:
@@ -111,7 +112,7 @@ class StepTimeline:
         return np.where(routed > 0, np.maximum(found, self._second.accelerator), 0.0)
 
     def _begin_beside(self, layer: int, load: StepLoad, step: SimulatedStep) -> float:
-        """The second processor begins its experts of a layer; returns when it is done."""
+        """Starts the second processor on its experts of a layer; returns when it is done."""
         now, rows = self.timeline.now, np.where(step.placed[layer], load.routed[layer], 0)
         if not rows.any():
             return now
@@ -134,8 +135,8 @@ class StepTimeline:
     def _compute_wave(
         self, layer: int, due: np.ndarray, step: SimulatedStep, products: np.ndarray
     ) -> None:
-        """A wave's misses are queued, and its experts (bool[E]) computed as they come: first
-        those in memory, also by prefetches that have arrived."""
+        """Queues a wave's misses and computes its experts (bool[E]) as they come: first those in
+        memory, including arrived prefetches."""
         seconds, needs = 0.0, []
         if not self._queued:
             return self.timeline.compute_experts(layer, float(products[due].sum()), ())
@@ -144,7 +145,7 @@ class StepTimeline:
             ticket = self._flying.get(row) if row >= 0 else None
             if step.missed[layer, expert]:
                 version = int(step.version[layer, expert])
-                # What has no cell passes through a buffer of its own.
+                # An expert without a cell passes through its own buffer.
                 place = row if row >= 0 else -1 - expert
                 ticket = self._submit(layer, expert, version, place, DEMAND)
             if ticket is None or self.timeline.is_there(ticket):
@@ -154,8 +155,8 @@ class StepTimeline:
         self.timeline.compute_experts(layer, seconds, needs)
 
     def _submit(self, layer: int, expert: int, version: int, row: int, cause: str) -> int:
-        """Queues a transfer into a cell. One that flies there already is taken back, or awaited
-        where it has begun."""
+        """Queues a transfer into a cell. An earlier transfer into that cell is cancelled, or
+        awaited if it has begun."""
         timeline = self.timeline
         if (ticket := self._flying.get(row)) is not None and not timeline.cancel(ticket):
             timeline.wait(ticket, layer=layer)

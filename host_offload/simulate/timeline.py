@@ -1,7 +1,6 @@
-"""What happens when: a device that computes in order, beside it a link that moves bytes and a
-second processor, on one clock. An expert whose bytes travel is waited for in two parts: gate and up
-before their products, down before its own.
-"""
+"""A timeline of a device that computes in order, with a link that moves bytes and a second
+processor beside it, on one clock. The device waits for an expert's bytes in two parts: gate and up
+before their products, down before its own."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from host_offload.queue.virtual import VirtualQueue
 DEVICE = "device"
 LINK = "link"
 CPU = "cpu"
-"""The second processor."""
+"""The track of the second processor."""
 
 GATE_UP = 2 / 3
-"""The share of an expert's products, and bytes, with gate and up, which come first."""
+"""Share of an expert's products, and bytes, that gate and up have. They come first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +31,17 @@ class TimelineEvent:
     begin: float
     end: float
     layer: int | None = None
-    """Whose it is; None: no layer's, or not known."""
+    """The layer of the event; None: no layer's, or unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A queue's server: bytes per second, seconds of latency, the most of a chunk.
+    """A queue's server: bytes per second, seconds of latency, largest chunk.
 
-    beside: seconds that the device loses by each byte that begins to move while it computes, where
-    both share cores or memory. Raises QueueError where that is all of the time.
+    - `beside`: seconds that the device loses by each byte that begins to move while it computes, if
+      both share cores or memory.
+
+    Raises QueueError if that is all of the device's time.
     """
 
     rate: float
@@ -64,18 +65,23 @@ class Need(NamedTuple):
 
 
 class Timeline:
-    """Servers on one clock. link: None: there is none. record: whether `events` are kept. Raises
-    QueueError as VirtualQueue."""
+    """Servers on one clock.
+
+    - `link`: None: no link.
+    - `record`: whether `events` are kept.
+
+    Raises QueueError like VirtualQueue.
+    """
 
     def __init__(self, link: Link | None, *, record: bool = True):
         self.now = 0.0
-        """Seconds, the device's."""
+        """Seconds on the device's clock."""
         self.events: list[TimelineEvent] = []
-        """What happened, by track in the order of its beginning."""
+        """Past events, by track in the order of their beginning."""
         self._record = record
         self._link = link or Link(1.0)
         self._lost = 0.0
-        """Seconds that all chunks which began have taken from the device if it computed."""
+        """Seconds that all begun chunks would have taken from a computing device."""
         self._queue = VirtualQueue(
             self._link.rate,
             self._link.latency,
@@ -83,19 +89,20 @@ class Timeline:
             log=self._log_chunk,
         )
         self._transfers: dict[int, Transfer] = {}
-        """By ticket."""
+        """Transfers by ticket."""
 
     # ---- the link
 
     def submit(self, transfer: Transfer, nbytes: int) -> int:
-        """Queues a transfer now; its ticket. Raises QueueError as VirtualQueue.submit."""
+        """Queues a transfer now and returns its ticket. Raises QueueError like
+        VirtualQueue.submit."""
         gate_up = nbytes // 3 * 2
         ticket = self._queue.submit(transfer, (gate_up, nbytes - gate_up))
         self._transfers[ticket] = transfer
         return ticket
 
     def cancel(self, ticket: int) -> bool:
-        """Takes back what has not begun, and says whether it could."""
+        """Cancels a transfer that has not begun. Returns whether it could."""
         return self._queue.cancel(ticket)
 
     def is_there(self, ticket: int) -> bool:
@@ -103,15 +110,15 @@ class Timeline:
         return self._queue.there(ticket)
 
     def drop_settled(self) -> None:
-        """Drops what is known of transfers that have settled: their tickets are no more."""
+        """Drops all data on settled transfers. Their tickets become invalid."""
         for settled in self._queue.observe().settled:
             del self._transfers[settled.ticket]
 
     # ---- the device
 
     def compute(self, name: str, seconds: float, layer: int | None = None) -> None:
-        """The device computes for so long, and longer by what is moved meanwhile, while the others
-        go on."""
+        """Computes on the device for so many seconds, and longer by what moves meanwhile. The link
+        and the second processor continue."""
         began, left = self.now, seconds
         while left > 0:
             lost = self._lost
@@ -120,20 +127,20 @@ class Timeline:
         self.add_event(DEVICE, name, began, self.now, layer)
 
     def wait(self, ticket: int, part: int | None = None, layer: int | None = None) -> None:
-        """The device waits for a part of a transfer, or for the whole."""
+        """Makes the device wait for a part of a transfer, or for all of it."""
         self._queue.wait(ticket, part)
         self.wait_until(self._queue.now, layer)
 
     def wait_until(self, when: float, layer: int | None = None) -> None:
-        """The device waits for a time that may have passed."""
+        """Makes the device wait until a time, which may have passed."""
         began = self.now
         self._advance(max(when, self.now))
         self.add_event(DEVICE, "wait", began, self.now, layer)
 
     def compute_experts(self, layer: int, seconds: float, needs: Iterable[Need]) -> None:
-        """The products of a layer's experts, as the op expert_ffn computes them: what is needed is
-        a demand from now on; what is there (`seconds`) is computed first, then what has come
-        meanwhile, or what was queued first as its parts come."""
+        """Computes the products of a layer's experts like the op expert_ffn. Needed transfers
+        become demands. Experts that are there (`seconds`) are computed first, then those that have
+        come meanwhile, then the earliest queued as its parts come."""
         left = sorted(needs)
         for need in left:
             transfer = self._transfers[need.ticket]
@@ -147,7 +154,7 @@ class Timeline:
             left = [need for need in left if need not in come]
 
     def _compute_products(self, layer: int, needs: Sequence[Need]) -> None:
-        """Gate and up of all, then down. Ticket −1 is not waited for."""
+        """Computes gate and up of all experts, then down. Nothing waits for ticket −1."""
         parts = (0, "gate and up", GATE_UP), (None, "down", 1 - GATE_UP)
         for part, name, share in parts:
             for ticket, seconds in needs:
@@ -175,8 +182,8 @@ class Timeline:
 
 
 def trace_events(events: Iterable[TimelineEvent]) -> dict[str, Any]:
-    """The events as an object for Perfetto and chrome://tracing (Trace Event Format, complete
-    events): a thread a track, in the order in which the tracks begin."""
+    """Returns the events as an object for Perfetto and chrome://tracing (Trace Event Format,
+    complete events): one thread for each track, in the order in which the tracks begin."""
     events = sorted(events, key=lambda event: event.begin)
     tracks = {track: i for i, track in enumerate(dict.fromkeys(e.track for e in events))}
     names = [

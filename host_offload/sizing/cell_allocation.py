@@ -1,5 +1,5 @@
-"""Slots per layer: how many cells each layer gets of a number of slots, by its miss curve (ours;
-WiSP gives every layer as many). docs/explanation/miss_curves.md explains."""
+"""Shares slots over layers: how many cells each layer gets, by its miss curve. This is ours; WiSP
+gives every layer equally many. docs/explanation/miss_curves.md explains it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class Allocation:
 def allocate(
     rule: str, misses: np.ndarray, slots: int, *, least: int | np.ndarray = 0
 ) -> Allocation:
-    """Shares slots over layers by one of ALLOCATIONS; what no layer can use stays unused.
+    """Shares slots over layers by one of ALLOCATIONS. Slots that no layer can use stay unused.
 
-    misses: float64[L, C + 1], non-increasing along c, in any unit that adds up over layers (misses,
-    seconds). least: the least cells, of every layer or int[L]. marginal ≤ uniform in misses, and
-    above hull_misses by what one piece of a hull saves at most.
+    - `misses`: float64[L, C + 1], non-increasing along c, in any unit that adds up over layers
+      (misses, seconds).
+    - `least`: least cells of every layer, or int[L].
+
+    `marginal` never has more misses than `uniform`, and exceeds hull_misses by at most what one
+    piece of a hull saves.
 
     Raises ValueError for another rule, for curves that increase, and for fewer slots than `least`
     takes.
@@ -62,10 +65,10 @@ def share_anew(
     gate: float,
     least: int | np.ndarray = 0,
 ) -> np.ndarray | None:
-    """int64[L]: so many slots as `allocate` shares them; None where that saves no more than `gate`
-    of the misses that the curves have at `cells`."""
+    """Shares as many slots as `cells` has by `allocate`, int64[L]. Returns None if that saves at
+    most `gate` of the misses that the curves have at `cells`."""
     enough = (1 - gate) * misses[np.arange(len(misses)), cells].sum()
-    # No allocation is below the hulls: where they promise nothing none is looked for.
+    # No allocation is below the hulls, so stop if the hulls promise nothing.
     if hull_misses(misses, np.array([slots]), least)[0] >= enough:
         return None
     found = allocate(rule, misses, slots, least=least)
@@ -77,7 +80,8 @@ def _total(curves: np.ndarray, cells: np.ndarray) -> float:
 
 
 def _uniform(layers: int, most: int, slots: int, floor: np.ndarray) -> np.ndarray:
-    """The floors, then one more cell for the layer with the fewest, lower layers first."""
+    """Gives each layer its floor, then one more cell at a time to the layer with the fewest, lower
+    layers first."""
     filled = np.maximum(floor, np.arange(most + 1)[:, None]).sum(axis=1)
     level = int(np.searchsorted(filled, slots, "right"))
     cells = np.maximum(floor, level - 1)
@@ -88,8 +92,8 @@ def _uniform(layers: int, most: int, slots: int, floor: np.ndarray) -> np.ndarra
 
 
 class _Pieces:
-    """The pieces of all layers' lower convex hulls from their floors on, the steepest first; of
-    each layer in order, since hulls are convex."""
+    """The pieces of all layers' lower convex hulls above their floors, the steepest first. The
+    pieces of a layer stay in order, since hulls are convex."""
 
     def __init__(self, curves: np.ndarray, floor: np.ndarray):
         corner = lower_hulls(curves, floor)
@@ -101,13 +105,14 @@ class _Pieces:
         order = np.argsort(-saved / width, kind="stable")
         self.layer, self.width, self.saved = layer[order], width[order], saved[order]
         self.used = np.concatenate([[0], np.cumsum(self.width)]) + int(floor.sum())
-        """Slots after so many pieces."""
+        """Slots used after each number of pieces."""
 
 
 def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
-    """int64[H]: the corners of each row's lower convex hull from its floor int[L] on, both ends
-    included, as places in the flat array [L·(C + 1)]; ascending. All rows at once: what is not
-    below the line between its neighbours is no corner; again, until all are (some ten rounds)."""
+    """Returns the corners of each row's lower convex hull from its floor int[L] on, both ends
+    included: int64[H], ascending places in the flat array [L·(C + 1)]. It treats all rows at once:
+    a point that is not below the line between its neighbours is removed, again and again until all
+    points are corners (some ten rounds)."""
     columns = curves.shape[1]
     place = np.flatnonzero(np.arange(columns) >= floor[:, None])
     value, row = curves.reshape(-1)[place], place // columns
@@ -121,9 +126,9 @@ def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
 
 
 def hull_misses(misses: np.ndarray, slots: np.ndarray, least: int | np.ndarray = 0) -> np.ndarray:
-    """float64[n]: what the lower hulls of curves [L, C + 1] have with slots int[n] in all, one
-    piece in part. No allocation is below it; where pieces end (everywhere, if curves are convex)
-    the marginal one is equal."""
+    """Returns the misses of the lower hulls of curves [L, C + 1] with int[n] slots in all, one
+    piece in part: float64[n]. No allocation is below it. At the ends of pieces (everywhere, if
+    curves are convex) the marginal allocation equals it."""
     curves = np.asarray(misses, np.float64)
     floor = np.broadcast_to(np.asarray(least, np.int64), len(curves))
     pieces = _Pieces(curves, floor)
@@ -132,7 +137,7 @@ def hull_misses(misses: np.ndarray, slots: np.ndarray, least: int | np.ndarray =
 
 
 def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray) -> np.ndarray:
-    """The steepest pieces of the hulls first."""
+    """Gives slots to the steepest pieces of the hulls first."""
     cells, pieces = floor.copy(), _Pieces(curves, floor)
     whole = int(np.searchsorted(pieces.used, slots, side="right")) - 1
     np.add.at(cells, pieces.layer[:whole], pieces.width[:whole])

@@ -1,4 +1,4 @@
-"""The offline configurator: a trace of turns in, one split of the memory out (WiSP, equation 7)."""
+"""The offline configurator: turns a trace into one split of the memory (WiSP, equation 7)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Turn(NamedTuple):
     """The references between the end of one turn and the end of the next."""
 
     active: Sequence[np.ndarray]
-    """bool[L, E] each: the references in order, waves one by one."""
+    """bool[L, E] each: the references in order, one for each wave."""
     pages: np.ndarray
     """int64[R, 2]: (session, page) of the turn that ended, each once; see kv_references."""
 
 
 def turns_of(trace: Trace) -> Iterator[Turn]:
-    """The turns of a trace in order; what comes after the last turn's end is one without pages.
+    """Yields the turns of a trace in order. What comes after the last turn's end is a turn without
+    pages.
 
-    Raises TraceError for a trace that does not say its page_tokens or whose tokens are which
-    request's, and as read_step_sets does.
+    Raises TraceError for a trace without page_tokens or without the request of each token, and like
+    read_step_sets.
     """
     header = trace.header
     if lacking := {"token.request", "token.position"} & {*header.absent}:
@@ -55,7 +56,7 @@ def turns_of(trace: Trace) -> Iterator[Turn]:
 
 
 class Streams(NamedTuple):
-    """Histograms of finite distances, what Algorithm 2 keeps of both streams."""
+    """Histograms of finite distances that Algorithm 2 keeps of both streams."""
 
     experts: np.ndarray
     """float64[L, E]"""
@@ -69,18 +70,18 @@ class Streams(NamedTuple):
 
     @property
     def kv_misses(self) -> np.ndarray:
-        """float64[P + 1]: warm misses of a pool of so many pages; the last column has what comes
-        back but no pool can keep."""
+        """float64[P + 1]: warm misses of a pool of each number of pages. The last column has pages
+        that come back but that no pool can keep."""
         return tails(self.pages)[:-1]
 
     def then(self, later: Streams, decay: float = 1.0) -> Streams:
-        """The sum of both, this one decayed."""
+        """Returns the sum of both, after decaying this one."""
         return Streams(decay * self.experts + later.experts, decay * self.pages + later.pages)
 
 
 def cap_misses(expert_misses: np.ndarray, allocation: str = "uniform") -> np.ndarray:
-    """float64[E + 1]: M_E by cap of curves [L, E + 1], with cap·L slots shared by the allocation
-    (`marginal` by the hulls)."""
+    """Returns M_E by cap, float64[E + 1], of curves [L, E + 1], with cap·L slots shared by the
+    allocation (`marginal` by the hulls)."""
     if allocation == "uniform":
         return expert_misses.sum(axis=0)
     layers, columns = expert_misses.shape
@@ -97,20 +98,22 @@ class Configuration:
     """int64[L]; cap·L in all."""
     kv_pages: int
     expert_misses: float
-    """Predicted for the whole trace, first sights left out, as for KV; exact where the cells hold
-    the largest set, see miss_curves."""
+    """Misses predicted for the whole trace, first uses left out, as for KV. They are exact if the
+    cells hold the largest set, see miss_curves."""
     kv_misses: float
     seconds: float
-    """J at the cap: what these misses cost."""
+    """Seconds that these misses cost: J at the cap."""
 
 
 def configure(
     turns: Iterable[Turn], division: Division, costs: MissCosts, *, allocation: str = "uniform"
 ) -> Configuration:
-    """Runs Algorithm 2 open-loop on all turns, with nothing forgotten, until it rests.
+    """Runs Algorithm 2 open-loop on all turns, with nothing forgotten, until the split no longer
+    changes.
 
-    allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError without turns, or where none
-    has a reference.
+    - `allocation`: one of cell_allocation.ALLOCATIONS.
+
+    Raises SplitError without turns, or if none has a reference.
     """
     whole = None
     for found in histograms_of(turns, int(division.pages[0])):
@@ -119,7 +122,7 @@ def configure(
         raise SplitError("there is no turn to configure from")
     curves, kv = whole.expert_misses, whole.kv_misses
     rule, experts, before, split = SplitRule(), cap_misses(curves, allocation), None, 0.5
-    while split != before:  # towards the nearest of the best, so it ends
+    while split != before:  # moves towards the nearest optimum, so it ends
         before = split
         split = rule.next_split(split, division, experts, kv, costs)
     cap = division.cap_at(split)
@@ -136,7 +139,10 @@ def configure(
 
 
 def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
-    """Each turn's histograms, from a cold start. pages: the largest pool."""
+    """Yields each turn's histograms, from a cold start.
+
+    - `pages`: the largest pool.
+    """
     curves, held = None, PageRecency()
     for turn in turns:
         held, distances = page_references(held, turn.pages)

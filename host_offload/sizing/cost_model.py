@@ -1,11 +1,10 @@
-"""The cost model: what the steps of a run take, from figures that were measured on the machine.
+"""The cost model: the time of a run's steps, from figures that were measured on the machine.
 
-A step's seconds are those of its work with every expert resident and those of the experts that it
-moves, sums of counts times measured seconds.
-CostModel has the figures of experts in one version, RunCosts adds up those of a run's versions, and
-host_offload.simulate.prediction.predict says what a workload takes under a split and policies.
-moejax.costs.measure measures; docs/explanation/cost_model.md says how, and how well the model
-predicts.
+A step's seconds are those of its work with every expert resident plus those of the experts that it
+moves: sums of counts times measured seconds. CostModel has the figures of experts in one version,
+RunCosts adds up those of a run's versions, and host_offload.simulate.prediction.predict gives the
+time of a workload under a split and policies. moejax.costs.measure measures the figures;
+docs/explanation/cost_model.md says how, and how well the model predicts.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from host_offload.control.interface import Costs
 FORMAT, VERSION = "moejax-costs", 5
 
 MOVES = ("fill", "read_through", "stage")
-"""Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
-of need."""
+"""Ways in which an expert crosses the link: into a cell in time, without a cell, and into a cell
+ahead of need."""
 
 
 class CostError(ValueError):
-    """Costs that cannot be read or do not fit what they are asked for; the message says what to
-    do."""
+    """Costs that cannot be read or do not fit the question. The message says what to do."""
 
 
 class Work(NamedTuple):
-    """What a step computes, counts of one step."""
+    """Counts of the work of one step."""
 
     parts: int
     """Rows with a token (decode), chunks of a prompt (prefill)."""
@@ -45,11 +43,11 @@ class Work(NamedTuple):
     filling: int = 0
     """Layers that move experts into cells."""
     fills: int = 0
-    """Experts that they move."""
+    """Experts that those layers move."""
     reading: int = 0
     """Layers that compute experts from the store."""
     reads: int = 0
-    """Those experts."""
+    """Experts that those layers compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,31 +83,32 @@ class CostModel:
     row_tile: int
     """Rows of a decode tile."""
     decode: dict[int, StepCost]
-    """By rows of the executable."""
+    """Costs of a decode step, by rows of its executable."""
     prefill: StepCost
     control: float
-    """Added where policies look at a step's results: the copies of tables and routing that they
-    see, not what they compute."""
+    """Seconds added to a step whose results policies look at: the copies of tables and routing that
+    they see, not what they compute."""
     recompute_per_token: float
-    """A prefill step's seconds with everything resident by its tokens."""
+    """Seconds of a prefill step a token, with everything resident."""
     kv_swap_per_byte: float
-    """One way, to the host or back (the mean of both)."""
+    """Seconds a byte one way, to the host or back (the mean of both)."""
     link_per_byte: float
-    """A long row of fills without a step around them: the least there is."""
+    """Seconds a byte of a long row of fills without a step around them, the least possible."""
     cpu_expert: tuple[float, float] | None = None
     """Seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
     beside_per_byte: float = 0.0
-    """Lost by computing beside a queue that moves bytes."""
+    """Seconds that computing loses by each byte that a queue moves beside it."""
     look: float = 0.0
-    """Added to a layer by policies that look between layers: the wait for what they see, the copies
-    of it, and Python, not what they compute. 0 where the driver has no such moments."""
+    """Seconds added to a layer by policies that look between layers: the wait for what they see,
+    its copies, and Python, not what they compute. 0 if the driver has no such moments."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the figures are of: machine, device, versions, model, start-up shapes, when."""
+    """The machine, device, versions, model, start-up shapes and time of the figures."""
 
     # ---- steps
 
     def bucket(self, rows: int) -> int:
-        """The executable that so many token rows run. Raises CostError beyond the largest."""
+        """Returns the rows of the executable that so many token rows run. Raises CostError beyond
+        the largest."""
         if rows > (largest := max(self.decode)):
             raise CostError(
                 f"costs were measured for decode steps of at most {largest} rows, not {rows}; "
@@ -118,13 +117,18 @@ class CostModel:
         return min(bucket for bucket in self.decode if bucket >= rows)
 
     def step_cost(self, rows: int | None) -> StepCost:
-        """The costs of a step. rows: of a decode executable; None: a prefill step."""
+        """Returns the costs of a step.
+
+        - `rows`: of a decode executable; None: a prefill step.
+        """
         return self.prefill if rows is None else self.decode[self.bucket(rows)]
 
     def moves_s(self, counts: np.ndarray, rows: int | None) -> np.ndarray:
-        """float64[3, L]: what layers that move so many experts (int[3, L]) in each of the ways of
-        MOVES add to a step. Those that come ahead of need pass the link, and hide behind
-        nothing."""
+        """Returns the seconds that moves add to each layer of a step, float64[3, L]. Experts that
+        come ahead of need pass the link and hide behind nothing.
+
+        - `counts`: int[3, L], experts that each layer moves in each way of MOVES.
+        """
         cost = self.step_cost(rows)
         of_layer = np.array([cost.filling, cost.reading, 0.0])
         of_expert = np.array([cost.fill, cost.read, self.expert_bytes * self.link_per_byte])
@@ -133,8 +137,8 @@ class CostModel:
     # ---- what policies see
 
     def costs(self) -> Costs:
-        """Fewer figures: a step's seconds by its rows when each row needs experts of its own, as
-        far as there are any."""
+        """Returns the costs that policies see, with fewer figures: a step's seconds by its rows if
+        each row needs its own experts, as far as there are any."""
         steps = {}
         for rows, cost in self.decode.items():
             active = self.layers * min(self.experts, rows * self.top_k)
@@ -161,7 +165,7 @@ class CostModel:
     # ---- files
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; from_json gives the same model back, to the last bit."""
+        """Returns plain data, from which from_json makes the same model, to the last bit."""
         figures = dataclasses.asdict(self)
         about = figures.pop("about")
         found = {"format": FORMAT, "version": VERSION, "about": about, "figures": figures}
@@ -169,7 +173,8 @@ class CostModel:
 
     @classmethod
     def from_json(cls, found: Any) -> CostModel:
-        """Raises CostError for what is no cost model, of another version, or without a figure."""
+        """Makes a model of plain data. Raises CostError for data that is no cost model, of another
+        version, or without a figure."""
         if not isinstance(found, Mapping) or found.get("format") != FORMAT:
             raise CostError("these are no costs of moejax")
         if found.get("version") != VERSION:
@@ -191,8 +196,8 @@ class CostModel:
 
 @dataclasses.dataclass(frozen=True)
 class RunCosts:
-    """What the steps of a run cost: the cost model of each version of its experts, by version
-    number. docs/explanation/cost_model.md says how they add up and what is left out."""
+    """The costs of a run's steps: the cost model of each version of its experts, by version number.
+    docs/explanation/cost_model.md says how they add up and what is left out."""
 
     models: tuple[CostModel, ...]
 
@@ -205,15 +210,19 @@ class RunCosts:
         return max(model.look for model in self.models)
 
     def fixed_cost(self, work: Work, rows: int | None, version: np.ndarray) -> StepCost:
-        """The costs of all that is no expert's: those of the version where they are most, of those
-        that active experts have (int[n])."""
+        """Returns the costs of everything but experts: the highest among the versions of the active
+        experts (int[n])."""
         used = np.unique(version).tolist() or [0]
         costs = [self.models[number].step_cost(rows) for number in used]
         return max(costs, key=lambda cost: cost.seconds(work))
 
     def products(self, routed: np.ndarray, version: np.ndarray, rows: int | None) -> np.ndarray:
-        """float64[L, E]: seconds of each expert's products in its version (int[L, E]) with rows
-        routed to it (int[L, E]); 0 without any. rows: see CostModel.step_cost."""
+        """Returns the seconds of each expert's products, float64[L, E]; 0 without rows.
+
+        - `routed`: int[L, E], rows of each expert.
+        - `version`: int[L, E].
+        - `rows`: see CostModel.step_cost.
+        """
         found = np.zeros(routed.shape)
         for number, model in enumerate(self.models):
             mine = (routed > 0) & (version == number)
@@ -223,9 +232,11 @@ class RunCosts:
         return found
 
     def moves_s(self, moved: np.ndarray, rows: int | None) -> np.ndarray:
-        """float64[3, L]: seconds that each way of MOVES adds to each layer. moved: int[3, L, V]
-        experts of each version; a version is charged for its share of what its own figures say of
-        all that the layer moves."""
+        """Returns the seconds that each way of MOVES adds to each layer, float64[3, L]. A version
+        is charged for its share of what its own figures say about all that the layer moves.
+
+        - `moved`: int[3, L, V], experts of each version.
+        """
         of_layer = moved.sum(axis=2)
         share = moved / np.maximum(of_layer, 1)[:, :, None]
         each = [model.moves_s(of_layer, rows) for model in self.models]
@@ -235,11 +246,14 @@ class RunCosts:
 def run_costs(
     costs: CostModel | Mapping[str, CostModel], sizes: Mapping[str, np.ndarray]
 ) -> RunCosts:
-    """The costs of a run. costs: of its one version, or by version. sizes: version → int64[L],
-    bytes of an expert, in the order of their numbers; empty: one version whose name is not known.
+    """Returns the costs of a run.
 
-    Raises CostError where a version has no costs, where they are of experts of another size, and
-    where models are of different shapes.
+    - `costs`: of its one version, or by version.
+    - `sizes`: int64[L] bytes of an expert by version, in the order of their numbers; empty: one
+      version with an unknown name.
+
+    Raises CostError if a version has no costs, if costs are of experts of another size, and if
+    models are of different shapes.
     """
     names = list(sizes)
     if isinstance(costs, CostModel):
@@ -277,8 +291,11 @@ def run_costs(
 
 
 def fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Seconds of each kind of work, by least squares over what so much of each ([n, kinds]) took:
-    relative errors count, and none is below 0."""
+    """Fits the seconds of each kind of work by least squares of relative errors; none is below 0.
+
+    - `counts`: [n, kinds], amount of each kind.
+    - `seconds`: [n], their measured times.
+    """
     scaled = np.array(counts, np.float64) / np.asarray(seconds, np.float64)[:, None]
     kept, found = list(range(scaled.shape[1])), np.zeros(scaled.shape[1])
     while kept:

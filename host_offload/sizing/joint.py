@@ -1,5 +1,6 @@
-"""Batch width, KV pages and expert cells chosen together, for the most tokens a second (ours), as
-predicted from miss curves by width and measured costs. docs/explanation/miss_curves.md explains."""
+"""Chooses batch width, KV pages and expert cells together, for the most tokens a second as
+predicted from miss curves by width and measured costs. This is ours;
+docs/explanation/miss_curves.md explains it."""
 
 from __future__ import annotations
 
@@ -14,27 +15,27 @@ from host_offload.sizing.split import Division, SplitError
 
 @dataclasses.dataclass(frozen=True)
 class DecodeModel:
-    """What a decode step takes by the sequences that run at once and the cells of each layer."""
+    """The time of a decode step by the sequences that run at once and the cells of each layer."""
 
     widths: np.ndarray
     """int64[n]: sequences, ascending."""
     seconds: np.ndarray
-    """float64[n, E + 1]: of a step, by cap."""
+    """float64[n, E + 1]: seconds of a step, by cap."""
 
     def step_s(self, width: float, cap: int) -> float:
-        """Between two widths on a straight line."""
+        """Returns the seconds of a step, interpolated linearly between two widths."""
         return float(np.interp(width, self.widths, self.seconds[:, cap]))
 
 
 def resident_seconds(step_s: Mapping[int, float], widths: np.ndarray) -> np.ndarray:
-    """float64[n]: what Costs.step_s says of widths, none beyond the largest: rows are padded to
-    those of an executable."""
+    """Returns the seconds of Costs.step_s at these widths, float64[n]; no width may exceed the
+    largest. Rows are padded to those of an executable."""
     rows = np.array(sorted(step_s))
     return np.array([step_s[row] for row in rows[np.searchsorted(rows, widths)].tolist()])
 
 
 def cap_beside(division: Division, pages: float) -> int | None:
-    """The largest legal cap that leaves KV so many pages; None: there is none."""
+    """Returns the largest legal cap that leaves KV so many pages, or None without one."""
     caps = np.flatnonzero(division.legal & (division.pages >= pages))
     return int(caps[-1]) if len(caps) else None
 
@@ -51,10 +52,12 @@ class JointChoice(NamedTuple):
 def choose(
     model: DecodeModel, division: Division, *, pages_per_sequence: float, demand: int
 ) -> JointChoice:
-    """The width, cap and pages with the most tokens a second; of equals the narrowest.
+    """Chooses the width, cap and pages with the most tokens a second; among equals the narrowest.
 
-    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait. Raises
-    SplitError where not even the narrowest width fits.
+    - `pages_per_sequence`: KV that a sequence needs until its end.
+    - `demand`: sequences that run or wait.
+
+    Raises SplitError if not even the narrowest width fits.
     """
     most = int(min(max(demand, model.widths[0]), model.widths[-1]))
     best = None
@@ -74,9 +77,13 @@ def choose(
 
 
 def widen(misses: np.ndarray, width: float, to: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """float64[n, E + 1]: misses [E + 1] of a step of `width` sequences, for other widths int[n], if
-    sequences were independent: each of the experts that are not resident, slots[c] of them at cap
-    c, is then missed by a sequence with the same chance. For widths that were never run."""
+    """Returns a step's misses for widths that never ran, float64[n, E + 1]. It assumes independent
+    sequences: each misses each non-resident expert with the same chance.
+
+    - `misses`: float64[E + 1], misses of a step of `width` sequences by cap.
+    - `to`: int[n], the other widths.
+    - `slots`: [E + 1], experts that are not resident at each cap.
+    """
     absent = np.maximum(slots, 1e-9)
     share = np.clip(misses / absent, 0.0, 1 - 1e-9)
     return absent * (1 - (1 - share) ** (np.asarray(to)[:, None] / max(width, 1e-9)))

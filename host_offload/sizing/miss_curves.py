@@ -1,9 +1,9 @@
-"""Miss curves: how many misses LRU has at every number of cells, from one look at the references;
+"""Miss curves: how many misses LRU has at every number of cells, from one pass over the references;
 and the reuse of KV pages, the second stream of a budget that experts and KV share.
 
 WiSP, equation (3): a reference hits with c cells iff its distance (traces.recency) is below c. Each
 wave of a prefill step is a reference of its own. A reference of KV is one (session, page), once per
-turn (WiSP's burst). docs/explanation/miss_curves.md explains.
+turn (WiSP's burst). docs/explanation/miss_curves.md explains the curves.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from host_offload.traces.step_sets import in_waves, read_step_sets
 
 
 class LiveCurves(NamedTuple):
-    """Miss curves of L layers of E experts while requests run: distances as they come, in
-    histograms that forget. Never changed in place; first sights are left out, since at a cold start
-    they would move memory to the layers that were seen least (WiSP, Algorithm 2)."""
+    """Miss curves of L layers of E experts while requests run: distances as they come, in decaying
+    histograms. Never changed in place. First uses are left out, since at a cold start they would
+    move memory to the layers that were used least (WiSP, Algorithm 2)."""
 
     recency: Recency
     gathered: np.ndarray
@@ -37,21 +37,21 @@ class LiveCurves(NamedTuple):
         return tails(self.histogram)
 
     def see(self, ids: np.ndarray) -> LiveCurves:
-        """A step's rows, ids int[N, L, k], as one reference of every layer. O(L·E)."""
+        """Adds a step's rows, ids int[N, L, k], as one reference of every layer. O(L·E)."""
         layers, experts = self.recency.place.shape
         active = np.zeros(layers * experts, bool)
         active[(ids + np.arange(0, layers * experts, experts)[:, None]).reshape(-1)] = True
         return self.reference(active)
 
     def reference(self, active: np.ndarray) -> LiveCurves:
-        """One reference to sets bool[L, E]."""
+        """Adds one reference to sets bool[L, E]."""
         recency, found = reference(self.recency, active)
         warm = found.place[~found.is_first] if found.is_first.any() else found.place
         gathered = self.gathered + np.bincount(warm, minlength=len(self.gathered))
         return LiveCurves(recency, gathered, self.histogram)
 
     def forget(self, decay: float) -> LiveCurves:
-        """H ← decay·H + what was gathered."""
+        """Decays the histogram and adds the gathered distances: H ← decay·H + gathered."""
         histogram = decay * self.histogram + self.gathered.reshape(self.histogram.shape)
         return LiveCurves(self.recency, np.zeros_like(self.gathered), histogram)
 
@@ -66,12 +66,12 @@ class MissCurves:
     """Misses by the number of cells, of L layers of E experts."""
 
     misses: np.ndarray
-    """int64[L, E + 1]: column c is with c cells, by distances. From `exact_from` on it is what the
-    pager does; below, where a set does not fit, an estimate."""
+    """int64[L, E + 1]: misses with c cells in column c, by distances. From `exact_from` on they
+    equal the pager's; below, a set does not fit and they are an estimate."""
     exact_from: np.ndarray
     """int64[L]: the largest set that was referenced, counted or not."""
     first: np.ndarray
-    """int64[L]: references to what was never used before; they are in `misses`."""
+    """int64[L]: first uses of experts, which `misses` includes."""
     steps: int
     """Steps that were counted."""
 
@@ -87,8 +87,9 @@ class MissCurves:
 
 
 def gather_curves(steps: Iterable[tuple[Iterable[np.ndarray], bool]]) -> MissCurves | None:
-    """Curves of steps, each its references to sets bool[L, E] and whether they are counted; those
-    of others only move the recency list. None without a step that is."""
+    """Returns the curves of steps, or None if no step is counted. Each step has its references to
+    sets bool[L, E] and whether it is counted; a step that is not counted only moves the recency
+    list."""
     recency, counted = None, 0
     for references, is_counted in steps:
         counted += is_counted
@@ -112,12 +113,13 @@ def gather_curves(steps: Iterable[tuple[Iterable[np.ndarray], bool]]) -> MissCur
 
 
 def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = None) -> MissCurves:
-    """Curves of the steps of a trace, from a cold start.
+    """Returns the curves of a trace's steps, from a cold start.
 
-    kind (`prefill` or `decode`): count only steps of that kind; the others still move the recency
-    list. user: only the tokens of that user (token.user), as if served alone.
+    - `kind`: count only steps of this kind (`prefill` or `decode`); the others still move the
+      recency list.
+    - `user`: take only the tokens of this user (token.user), as if served alone.
 
-    Raises TraceError as read_step_sets does, and for a trace without such a step.
+    Raises TraceError like read_step_sets, and for a trace without such a step.
     """
     if kind is not None and "step.kind" in trace.header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
@@ -144,18 +146,19 @@ class PageRecency(NamedTuple):
     """int64[P]: (session, page), the last used first; of one turn the higher page first."""
     deepest: np.ndarray = np.zeros(0, np.int64)
     """int64[P]: the deepest place that a page had since its last use. A pool of N pages still has
-    it iff that is below N: pages that are released make room, but bring nothing back."""
+    the page iff that place is below N. Released pages make room, but do not bring others back."""
 
 
 def page_references(
     recency: PageRecency, pages: np.ndarray, limit: int | None = None
 ) -> tuple[PageRecency, np.ndarray]:
-    """The end of a turn that held `pages` int64[R, 2]: (session, page), each once.
+    """Ends a turn that held `pages`. Returns the new list and the finite distances of the turn's
+    pages, int64[R'], R' ≤ R: pages that were never used before are left out.
 
-    Returns the list after it and the finite distances of the turn's pages int64[R'], R' ≤ R: those
-    never used before are left out. Pages of a session below 0 (a request without one) take room
-    during the turn and are released at its end. limit: pages deeper than that are forgotten, and
-    are new when they come back: for an estimator whose pool is never larger.
+    - `pages`: int64[R, 2], (session, page), each once. Pages of a session below 0 (a request
+      without one) take room during the turn and are released at its end.
+    - `limit`: pages deeper than this are forgotten, and are new when they come back; for an
+      estimator whose pool is never larger.
     """
     turn = page_keys(pages)
     back = np.isin(recency.keys, turn)
@@ -171,17 +174,20 @@ def page_references(
 
 
 def expected_returns(recency: PageRecency, largest: int, decay: float, turns: int) -> np.ndarray:
-    """float64[largest]: a histogram of distances as if every held page came back now, times
-    decay^(turns − 1); deeper pages than `largest` are left out. turns: that have ended, ≥ 1.
+    """Returns a histogram of distances as if every held page came back now, times decay^(turns −
+    1): float64[largest]. Pages deeper than `largest` are left out.
 
-    What to add to a histogram with that decay that began empty, since what came back during the
-    first turns says nothing of what KV is worth. Ours; docs/explanation/miss_curves.md.
+    - `turns`: turns that have ended, ≥ 1.
+
+    Add it to a histogram with that decay that began empty, since what came back during the first
+    turns does not show what KV is worth. Ours; docs/explanation/miss_curves.md.
     """
     depths = recency.deepest[recency.deepest < largest]
     return decay ** (turns - 1) * np.bincount(depths, minlength=largest)
 
 
 def page_keys(pages: np.ndarray) -> np.ndarray:
-    """int64[R] of (session, page) int64[R, 2], descending; negative for a negative session."""
+    """Returns keys int64[R] of (session, page) int64[R, 2], descending; negative for a negative
+    session."""
     session, page = np.asarray(pages, np.int64).reshape(-1, 2).T
     return np.sort((session << _PAGE_BITS) | page)[::-1]

@@ -1,4 +1,4 @@
-"""The fewest cells that hold a user's working set."""
+"""Finds the fewest cells that hold a user's working set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from host_offload.sizing.miss_curves import MissCurves, trace_curves
 from host_offload.traces.reader import Trace
 
 EPSILON = 0.01
-"""The warm miss rate that counts as none (ours; the paper gives no number)."""
+"""The warm miss rate that counts as none. It is ours; the paper gives no number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +22,16 @@ class WorkingSet:
     """Number of the session in the trace; None: all users together."""
     tokens: int
     by_reuse: tuple[int, ...]
-    """right_size: what LRU needs, by the tokens' own reuse distances."""
+    """Cells that LRU needs, by the tokens' own reuse distances (right_size)."""
     by_coactivation: tuple[int, ...] | None
-    """right_size_of_use: by the predictor of WiSP's Appendix C, from the counts of the same tokens.
-    None for a model with one MoE layer, which has no layer before it to predict from."""
+    """Cells by the predictor of WiSP's Appendix C, from the counts of the same tokens
+    (right_size_of_use). None for a model with one MoE layer, since it has no earlier layer to
+    predict from."""
 
 
 def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list[WorkingSet]:
-    """The working set of all users of a trace together, then that of the `most` users (sessions)
-    with the most tokens, by their numbers. Raises TraceError as trace_curves does."""
+    """Returns the working set of all users of a trace together, then those of the `most` users
+    (sessions) with the most tokens, by their numbers. Raises TraceError like trace_curves."""
     users, ids = trace.array("token.user"), trace.array("token.ids")
     known, tokens = np.unique(users[users >= 0], return_counts=True)
     chosen = np.sort(known[np.argsort(-tokens, kind="stable")[:most]]).tolist()
@@ -47,16 +48,17 @@ def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list
 
 
 def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:
-    """int64[L]: the fewest cells of each layer with a warm miss rate of at most `epsilon`, by the
-    user's own reuse distances (curves of trace_curves(…, user=…)), or those of all users."""
+    """Returns the fewest cells of each layer with a warm miss rate of at most `epsilon`, int64[L],
+    by the user's own reuse distances (curves of trace_curves(…, user=…)), or by those of all users.
+    """
     warm = curves.warm
     allowed = epsilon * (curves.references - curves.first)
     return (warm > allowed[:, None]).sum(axis=1)
 
 
 def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
-    """int64[L]: the fewest cells of each layer whose experts, the most used ones, have all of the
-    predicted use but `epsilon`: the support of a converged working set. A cache that has to find
-    out which experts these are (LRU) needs as many or more."""
+    """Returns the fewest cells of each layer whose experts, the most used ones, have all of the
+    predicted use but `epsilon`: int64[L], the support of a converged working set. A cache that must
+    find these experts itself (LRU) needs at least as many."""
     shares = np.cumsum(-np.sort(-use, axis=1), axis=1)
     return (shares < 1 - epsilon - 1e-12).sum(axis=1) + 1

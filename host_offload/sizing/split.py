@@ -1,8 +1,8 @@
 """One byte budget for experts and KV: the arithmetic of WiSP's split
 (docs/explanation/miss_curves.md).
 
-The paper's units: `cap` C is the cells that every layer has, one unit of it costs b_e bytes; a KV
-page costs b_k. Two streams share B = C·b_e + N·b_k bytes.
+In the paper's units, every layer has `cap` C cells, and one more cell in every layer costs b_e
+bytes; a KV page costs b_k. The two streams share B = C·b_e + N·b_k bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from host_offload.control.interface import Costs, Spec
 
 
 class SplitError(ValueError):
-    """A split that cannot be; the message has the arithmetic."""
+    """An impossible split. The message has the arithmetic."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """What is divided, in bytes. Raises SplitError where the floor and the least cap do not fit.
+    """The memory to divide, in bytes. KV comes in units (in the arena: slots) of `unit_pages`
+    pages; the paper's unit is one page.
 
-    KV comes in units (in the arena: slots) of `unit_pages` pages; the paper's unit is one page.
+    Raises SplitError if the floor and the least cap do not fit.
     """
 
     total_bytes: int
@@ -58,8 +59,8 @@ class Division:
         return self.page_bytes if self.unit_bytes is None else self.unit_bytes
 
     def pages_at(self, cap: int) -> int:
-        """N: the pages that the rest holds beside so many cells a layer; below 0 where cells alone
-        take more than there is."""
+        """Returns N, the pages that fit beside so many cells a layer; below 0 if the cells alone
+        exceed the memory."""
         return (self.total_bytes - cap * self.cap_bytes) // self.unit * self.unit_pages
 
     @functools.cached_property
@@ -74,7 +75,7 @@ class Division:
 
     @property
     def largest_cap(self) -> int:
-        """The largest legal one."""
+        """The largest legal cap."""
         return int(np.flatnonzero(self.legal)[-1])
 
     def check(self, cap: int) -> None:
@@ -93,18 +94,19 @@ class Division:
             )
 
     def cap_at(self, split: float) -> int:
-        """C = ⌊s·B / b_e⌋ of a split s = B_E / B (equation 1), clamped to legal caps."""
+        """Returns the cap C = ⌊s·B / b_e⌋ of a split s = B_E / B (equation 1), clamped to legal
+        caps."""
         # A hair more, or the split of a cap could round to the cap below.
         cap = math.floor(split * self.total_bytes / self.cap_bytes + 1e-9)
         return min(max(cap, self.least_cap), self.largest_cap)
 
     def split_at(self, cap: int) -> float:
-        """s = C·b_e / B."""
+        """Returns the split of a cap, s = C·b_e / B."""
         return cap * self.cap_bytes / self.total_bytes
 
 
 def division_of(spec: Spec, least_cap: int = 0) -> Division:
-    """What the policies of an engine divide: its arena in slots, one for a cell."""
+    """Returns the memory that an engine's policies divide: its arena in slots, one for a cell."""
     (sizes,) = [*spec.version_bytes.values()][:1]
     slot = spec.slot_bytes or max(int(sizes.max()), spec.page_bytes)
     return Division(
@@ -124,15 +126,19 @@ class MissCosts(NamedTuple):
     """Seconds of a miss; measured or given, never built in."""
 
     expert_s: float
-    """c_E = b·σ: an expert over the link."""
+    """c_E = b·σ: seconds of an expert over the link."""
     page_s: float
-    """c_K = r·T_b: a KV page that is not there any more."""
+    """c_K = r·T_b: seconds of a missing KV page."""
 
 
 def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
-    """What misses cost by measured costs. kv_miss: what becomes of KV that does not fit, as LLM's
-    kv_overflow: the paper recomputes it (r·T_b); this engine moves it out and back by default.
-    Raises SplitError where an expert's miss costs nothing."""
+    """Returns the cost of misses by measured costs.
+
+    - `kv_miss`: what happens to KV that does not fit, as LLM's kv_overflow. The paper recomputes it
+      (r·T_b); this engine moves it out and back by default.
+
+    Raises SplitError if an expert's miss costs nothing.
+    """
     size = float(next(iter(spec.link_bytes.values())).mean())
     expert = float(costs.fill[0]) + size * float(costs.fill[1])
     if expert <= 0:
@@ -153,10 +159,11 @@ def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
 def objective(
     division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
 ) -> np.ndarray:
-    """float64[E + 1]: J of equation (4), seconds, at every cap; inf where the cap is not legal.
+    """Returns J of equation (4), seconds, at every cap: float64[E + 1]; inf for a cap that is not
+    legal.
 
-    expert_misses: [E + 1], M_E of all layers together. kv_misses: [P + 1], M_K; larger pools than P
-    miss as P does.
+    - `expert_misses`: [E + 1], M_E of all layers together.
+    - `kv_misses`: [P + 1], M_K; pools larger than P miss like P.
     """
     pages = np.clip(division.pages, 0, len(kv_misses) - 1)
     total = costs.expert_s * np.asarray(expert_misses, np.float64)
@@ -170,11 +177,13 @@ def objective(
 def peak_headroom(
     division: Division, *, peak_pages: int, headroom: float, cap: int, dead: int
 ) -> int | None:
-    """C* by equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no
-    move. N* is Division.pages_at of it.
+    """Returns C* by equations (8) to (10), or None for no move. KV gets its peak and headroom,
+    experts the rest; Division.pages_at(C*) is N*.
 
-    peak_pages: P, most pages in use at a time. headroom: h. cap: C as it is. dead: Δ_C, a smaller
-    change of the cap is no move.
+    - `peak_pages`: P, most pages in use at a time.
+    - `headroom`: h.
+    - `cap`: the current C.
+    - `dead`: Δ_C, the smallest change of the cap that is a move.
     """
     wanted = max(math.ceil((1 + headroom) * peak_pages), division.floor_pages)  # (8)
     wanted = -(-wanted // division.unit_pages) * division.unit
@@ -188,8 +197,8 @@ def peak_headroom(
 
 @dataclasses.dataclass(frozen=True)
 class SplitRule:
-    """Parameters of WiSP's online controller (Algorithm 2). The paper's values are lost; these are
-    ours."""
+    """Parameters of WiSP's online controller (Algorithm 2). The paper does not have its values;
+    these are ours."""
 
     decay: float = 0.95
     """γ, of both histograms, once a turn. Turns beyond the last 1 / (1 − γ) are as good as
@@ -200,9 +209,9 @@ class SplitRule:
     gate: float = 0.02
     """The least gain that moves the split, as a part of J."""
     rate: float = 0.1
-    """The largest move of a turn."""
+    """The largest move in a turn."""
     dead: float = 0.02
-    """Nearer targets are no move."""
+    """The smallest move; nearer targets are ignored."""
 
     def __post_init__(self):
         if not (0 <= self.decay <= 1 and self.points >= 2 and 0 < self.rate <= 1):
@@ -218,8 +227,8 @@ class SplitRule:
         kv_misses: np.ndarray,
         costs: MissCosts,
     ) -> float:
-        """The split after a turn. The curves are the tails of the decayed histograms. A split
-        below the floor (6) moves up to it at once, whatever gate and rate say."""
+        """Returns the split after a turn. The curves are the tails of the decayed histograms. A
+        split below the floor (6) moves up to it at once, regardless of gate and rate."""
         split = min(max(split, 0.0), division.split_at(division.largest_cap))
         seconds = objective(division, expert_misses, kv_misses, costs)
         grid, caps = _grid(division, self.points)
@@ -235,8 +244,8 @@ class SplitRule:
 
 @functools.lru_cache(maxsize=16)
 def _grid(division: Division, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[G], int64[G]): splits of the grid that leave KV its floor and experts their least
-    cap, with the largest legal one, which may lie between two points; and their caps."""
+    """Returns (splits float64[G], their caps int64[G]): splits of the grid that leave KV its floor
+    and experts their least cap, and the largest legal split, which may lie between two points."""
     grid = np.linspace(0, 1, points)
     edges = [division.split_at(cap) for cap in (division.least_cap, division.largest_cap)]
     grid = np.unique([*grid[(grid >= edges[0]) & (grid <= edges[1])], *edges])

@@ -23,8 +23,8 @@ DEAD_ZONE = 0.9
 """θ: a step whose ideal compute over modelled load is from here to 1 moves nothing."""
 
 REVERSAL = 0.02
-"""How far outside of the dead zone ρ has to be for a move that takes the last one back:
-neighbouring placements may lie at its two ends, where noise would move an expert to and fro."""
+"""How far outside of the dead zone ρ must be for a move that reverses the last one. Neighbouring
+placements may lie at its two ends, where noise would move an expert to and fro."""
 
 INTERVAL = 300
 """Steps between two moves: those of the paper's Exp#3."""
@@ -32,26 +32,29 @@ INTERVAL = 300
 
 @dataclasses.dataclass(frozen=True)
 class StorageModel:
-    """What a placement takes of memory and time."""
+    """The memory and time that a placement takes."""
 
     layers: int
     experts: int
     record_bytes: int
-    """A dense expert's."""
+    """Bytes of a dense expert."""
     host_rate: float
     """Dense bytes a second that come from the store."""
     packed_rate: float = 0.0
-    """Dense bytes a second that come out of packed experts; 0: there is no such tier."""
+    """Dense bytes a second that come out of packed experts; 0: no packed tier."""
     kappa: float = 1.0
-    """A packed expert's bytes by a dense one's, of the real store."""
+    """Bytes of a packed expert over those of a dense one, in the real store."""
     direct: bool = False
-    """Packed experts are computed as they are, and take nothing of the window."""
+    """Whether packed experts are computed in packed form and take nothing of the window."""
     halves: int = 2
-    """Halves of the window that are memory of the arena; the other one is beside it."""
+    """Halves of the window that are memory of the arena; the other half is beside it."""
 
     def experts_bytes(self, placement: np.ndarray, halves: int | None = None) -> int:
-        """C_exp: what experts take of the device, residents and the window of two layers, each as
-        large as the largest where layers differ; or with so many halves of that alone."""
+        """Returns C_exp, the device bytes of residents and of the window of two layers, each as
+        large as the largest if layers differ.
+
+        - `halves`: count this many halves of the window instead of both.
+        """
         halves = self.halves if halves is None else halves
         dense, packed, _ = placement.sum(axis=0).tolist()
         streamed = placement[:, HOST] + (0 if self.direct else placement[:, PACKED])
@@ -75,9 +78,9 @@ class StorageModel:
         return self.balance(self.experts)
 
     def balance(self, experts: int) -> int:
-        """How many of so many of a layer are packed where both backends end together: x_gpu of
-        equation (8), in whole experts those with the shortest load. Those that are computed as they
-        are packed need no loading, so all of them."""
+        """Returns how many of a layer's `experts` are packed so that both backends end together:
+        x_gpu of equation (8), in whole experts those with the shortest load. Packed experts that
+        are computed in packed form need no loading, so then all of them."""
         if not self.packed_rate:
             return 0
         counts = np.arange(experts + 1)
@@ -86,8 +89,8 @@ class StorageModel:
 
 
 def uniform_placement(model: StorageModel, dense: int, packed: int) -> np.ndarray:
-    """int64[L, 3] with as many experts of every layer in each tier. Raises ValueError for more than
-    there are."""
+    """Returns a placement, int64[L, 3], with equally many experts of every layer in each tier.
+    Raises ValueError for more experts than there are."""
     row = dense, packed, model.experts - dense - packed
     if min(row) < 0 or (packed and not model.packed_rate):
         raise ValueError(
@@ -97,8 +100,8 @@ def uniform_placement(model: StorageModel, dense: int, packed: int) -> np.ndarra
 
 
 def move_one_each(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
-    """One expert of every layer from a tier to another: a staggered move. None where a layer has
-    none there."""
+    """Moves one expert of every layer from a tier to another: a staggered move. Returns None if a
+    layer has none there."""
     if np.any(placement[:, source] < 1):
         return None
     after = placement.copy()
@@ -110,8 +113,11 @@ def move_one_each(placement: np.ndarray, source: int, target: int) -> np.ndarray
 def move_in_one_layer(
     placement: np.ndarray, source: int, target: int, layer: int | None = None
 ) -> np.ndarray | None:
-    """As many experts as move_one_each, all of one layer, by default the first layer with the
-    most experts in the source: the paper's arm without I/O balance. None where it has fewer."""
+    """Moves as many experts as move_one_each, all of one layer: the paper's arm without I/O
+    balance. Returns None if the layer has fewer.
+
+    - `layer`: None: the first layer with the most experts in the source.
+    """
     layer = int(np.argmax(placement[:, source])) if layer is None else layer
     count = len(placement)
     if placement[layer, source] < count:
@@ -123,19 +129,21 @@ def move_in_one_layer(
 
 
 Move = Callable[[np.ndarray, int, int], np.ndarray | None]
-"""(placement, source, target) → the placement after a move, None: there is none."""
+"""A function of (placement, source, target) that returns the placement after a move, or None if no
+move is possible."""
 
 
 class PlannerState(NamedTuple):
-    """What the planner knows from one step to the next."""
+    """The planner's state between steps."""
 
     placement: np.ndarray
     """int64[L, 3]"""
     seconds: float = 0.0
-    """Ideal compute of the steps observed since the last move, in all."""
+    """Seconds of ideal compute of all steps since the last move."""
     steps: int = 0
     last: int = 0
-    """1 after a move that made more resident, −1 after one that made less, 0 before any."""
+    """1 after a move that made more experts resident, −1 after one that made fewer, 0
+    before any."""
 
 
 def plan_residency(
@@ -147,18 +155,20 @@ def plan_residency(
     interval: int = INTERVAL,
     staggered: bool = True,
 ) -> PlannerState:
-    """Algorithm 2 after a step: the placement from then on.
+    """Runs Algorithm 2 after a step and returns the placement from then on.
 
-    compute_s: τ_comp(theory) of the step's batch bucket, everything resident; its mean since the
-    last move counts. room_bytes: C_gpu − C_kv, what KV leaves (C_gpu net of other weights and
-    activations). First the hard constraint (12): as many moves at once as it takes. Then at most
-    one move after each `interval` steps. Where ρ = τ_comp / τ_load > 1 memory goes back, unless ρ
-    would fall below the dead zone: residents have whole experts, so it may not be met. Where ρ is
-    below it, more become resident: packed ones up to x_gpu, beyond which only dense ones help, as
-    far as there is room. Not staggered, the paper's arm without I/O balance, a move is of one
-    layer.
+    - `compute_s`: τ_comp(theory) of the step's batch bucket, with everything resident; its mean
+      since the last move counts.
+    - `room_bytes`: C_gpu − C_kv, what KV leaves (C_gpu net of other weights and activations).
+    - `staggered`: False: a move is of one layer, the paper's arm without I/O balance.
 
-    Raises ValueError as fit_placement.
+    First it meets the hard constraint (12), with as many moves at once as that takes. Then it makes
+    at most one move after each `interval` steps. If ρ = τ_comp / τ_load > 1, memory goes back,
+    unless ρ would fall below the dead zone; residents are whole experts, so the zone may not be
+    met. If ρ is below the zone, more experts become resident as far as there is room: packed ones
+    up to x_gpu, beyond which only dense ones help.
+
+    Raises ValueError like fit_placement.
     """
     move = move_one_each if staggered else move_in_one_layer
     placement = fit_placement(model, state.placement, room_bytes, move)
@@ -184,8 +194,8 @@ def plan_residency(
 def fit_placement(
     model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = move_one_each
 ) -> np.ndarray:
-    """The placement after as many moves as the hard constraint (12) takes; the same array where it
-    fits as it is. Raises ValueError where not even the window of two layers fits."""
+    """Returns the placement after as many moves as the hard constraint (12) takes; the same array
+    if it fits already. Raises ValueError if not even the window of two layers fits."""
     while model.experts_bytes(placement) > room_bytes:
         less = _less(model, placement, move)
         if less is None:
@@ -200,7 +210,8 @@ def fit_placement(
 def _less(
     model: StorageModel, placement: np.ndarray, move: Move = move_one_each
 ) -> np.ndarray | None:
-    """The placement with a step less of residency, which takes less memory; None: there is none."""
+    """Returns the placement with a step less of residency, which takes less memory, or None without
+    one."""
     packs = model.packed_rate > 0 and model.kappa < 1
     below = PACKED if packs else HOST
     kept = model.experts_bytes(placement)
@@ -214,8 +225,9 @@ def _less(
 def _more(
     model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = move_one_each
 ) -> np.ndarray | None:
-    """The placement with a step more of residency, which loads faster and fits; where no step does,
-    one that loads as fast with less to bring, as where both backends end together; None: hold."""
+    """Returns the placement with a step more of residency, which loads faster and fits. If no step
+    loads faster, returns one that loads as fast and brings less, as when both backends end
+    together. None: no change."""
     options = []
     if placement[:, PACKED].max() < model.most_packed:
         options.append(move(placement, HOST, PACKED))

@@ -1,9 +1,9 @@
 """Synthetic routing with the statistics of real models: for simulations, and to force on an engine
 whose weights are random.
 
-A token's score of an expert is what the expert is liked at all (its popularity) plus noise; the
-top-k scores are its experts. Noise of a sequence goes on from token to token, so that neighbours
-share experts, and a part of it is common to all layers, so that a layer tells of the next.
+A token's score for an expert is the expert's popularity plus noise; the experts with the top-k
+scores are the token's. The noise of a sequence continues from token to token, so that neighbours
+share experts. A part of it is common to all layers, so that a layer predicts the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FACTORS = 16
 
 
 class RoutedTokens(NamedTuple):
-    """Where n tokens go: L layers, top-k."""
+    """The experts of n tokens: L layers, top-k."""
 
     ids: np.ndarray
     """int16[n, L, k], ascending."""
@@ -32,14 +32,16 @@ class RoutedTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RoutingGenerator:
-    """How scores arise. Raises ValueError for what cannot be.
+    """Generates scores. Raises ValueError for impossible parameters.
 
-    skew: standard deviation of popularities, quantiles of a normal distribution in an order that is
-    drawn per layer; noise has 1. memory: correlation of a sequence's noise from token to token.
-    shared: part of the noise's variance that layers have in common. exponent: above 0, popularities
-    are Zipf's and noise is Gumbel's, so that an expert of rank r is the best with probability
-    ∝ r^-exponent and the others follow without replacement. phase_tokens: above 0, after so many
-    tokens popularities move to other experts, in a cycle of `phases` with disjoint hot experts.
+    - `skew`: standard deviation of popularities, quantiles of a normal distribution in an order
+      drawn per layer; noise has 1.
+    - `memory`: correlation of a sequence's noise from token to token.
+    - `shared`: part of the noise's variance that layers have in common.
+    - `exponent`: above 0, popularities are Zipf's and noise is Gumbel's, so that an expert of rank
+      r is the best with probability ∝ r^-exponent and the others follow without replacement.
+    - `phase_tokens`: above 0, after so many tokens popularities move to other experts, in a cycle
+      of `phases` with disjoint hot experts.
     """
 
     layers: int
@@ -68,11 +70,11 @@ class RoutingGenerator:
             raise ValueError("Zipf's law (exponent) goes without skew, memory and shared")
 
     def phase(self, token: int) -> int:
-        """Which phase a token of a sequence is in, by its number: 0 … phases − 1."""
+        """Returns the phase of a token of a sequence, by its number: 0 … phases − 1."""
         return token // self.phase_tokens % self.phases if self.phase_tokens else 0
 
     def popularity(self, seed: int) -> np.ndarray:
-        """float32[phases, L, E]: what is added to the scores."""
+        """Returns the popularities that scores get, float32[phases, L, E]."""
         ranks = np.arange(self.experts)
         if self.exponent:
             values = -self.exponent * np.log(ranks + 1.0)
@@ -85,9 +87,9 @@ class RoutingGenerator:
         return values[(order + shifts[:, None, None]) % self.experts].astype(np.float32)
 
     def steps(self, sequences: int, tokens: int, seed: int = 0) -> Iterator[RoutedTokens]:
-        """`tokens` times the next token of every sequence.
+        """Yields the next token of every sequence, `tokens` times.
 
-        Sequence b is the same however many there are, and its first tokens however long it is.
+        Sequence b does not depend on the number of sequences, nor its first tokens on its length.
         """
         popularity = self.popularity(seed)
         shape = (self.layers, self.experts)
@@ -117,7 +119,7 @@ class RoutingGenerator:
 
 
 def choose(scores: np.ndarray, top_k: int) -> RoutedTokens:
-    """The top-k of scores [..., E]: ids ascending, weights their softmax."""
+    """Chooses the top-k of scores [..., E]: ids ascending, weights their softmax."""
     cut = scores.shape[-1] - top_k
     ids = np.sort(np.argpartition(scores, cut - 1 if cut else 0, axis=-1)[..., cut:], axis=-1)
     chosen = np.take_along_axis(scores, ids, axis=-1)

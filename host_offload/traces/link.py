@@ -1,4 +1,5 @@
-"""What policies saw of the queue of transfers beside compute between layers, as a trace has it."""
+"""What policies saw, between layers, of the queue of transfers beside compute, as a trace records
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from host_offload.traces.schema import TraceError
 
 
 class LinkTrace(NamedTuple):
-    """What policies were shown at a moment between two layers."""
+    """What policies saw of the queue at a moment between two layers."""
 
     step: int
     moment: Moment
@@ -20,13 +21,16 @@ class LinkTrace(NamedTuple):
 
 
 class RecordedLink:
-    """What a trace says of the queue, in its order. what: the trace, for messages."""
+    """A trace's records of the queue, in order.
+
+    - `what`: the trace, for messages.
+    """
 
     def __init__(self, seen: Iterable[LinkTrace], what: str):
         self._seen, self._what = iter(seen), what
 
     def find(self, step: int, moment: Moment, layer: int) -> LinkUse:
-        """What was seen there; moments are asked for in their order. Raises TraceError where
+        """Returns what policies saw at a moment; ask for moments in order. Raises TraceError if
         nothing was recorded."""
         wanted = step, layer, _ORDER.index(moment)
         for each in self._seen:
@@ -43,4 +47,4 @@ class RecordedLink:
 
 
 _ORDER = (Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN)
-"""Within a layer."""
+"""The order of moments within a layer."""

@@ -62,8 +62,8 @@ class Chunk:
         return int(self._file[1]["tokens"])
 
     def array(self, name: str) -> np.ndarray:
-        """One array, such as "token.ids" int16[N, L, k]; no other is read. Raises KeyError for a
-        name that is not in the chunk, TraceError for one that the whole trace lacks."""
+        """Returns one array, such as "token.ids" int16[N, L, k]; reads no other. Raises KeyError
+        for a name that is not in the chunk, TraceError for one that the whole trace lacks."""
         if name in self.header.absent:
             raise TraceError(
                 f"{self.path.parent} has no {name}: it was converted or generated; what needs it "
@@ -75,7 +75,7 @@ class Chunk:
         return file.get_tensor(name)
 
     def step_traces(self) -> Iterator[StepRecord]:
-        """The steps in order; their arrays are views of the chunk's."""
+        """Yields the steps in order; their arrays are views of the chunk's."""
         arrays = {name: self.array(name) for name in columns(self.header)}
         token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
         step = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("step.")}
@@ -106,7 +106,7 @@ class Chunk:
 
     @functools.cached_property
     def _file(self) -> tuple[Any, dict[str, str]]:
-        """(the open file, its metadata), checked against the trace's header."""
+        """Returns (the open file, its metadata), checked against the trace's header."""
         try:
             file = safe_open(self.path, framework="numpy")
         except FileNotFoundError:
@@ -139,10 +139,10 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A trace that was opened: the header is read, chunks are when they are used.
+    """An open trace. Its header is read; chunks are read when they are used.
 
-    complete: the run was closed in order. Without it (a crash, or a run that goes on) chunks hold
-    all that was written up to some step.
+    - `complete`: whether the run was closed in order. Otherwise (a crash, or a run that continues)
+      chunks hold all that was written up to some step.
     """
 
     directory: Path
@@ -159,43 +159,43 @@ class Trace:
         return sum(chunk.tokens for chunk in self.chunks)
 
     def step_traces(self) -> Iterator[StepRecord]:
-        """All steps in order, with one chunk in memory."""
+        """Yields all steps in order, with one chunk in memory."""
         for chunk in self.chunks:
             yield from chunk.step_traces()
 
     def array(self, name: str) -> np.ndarray:
-        """One array of all chunks together, such as "token.ids" or "step.seconds"."""
+        """Returns one array of all chunks together, such as "token.ids" or "step.seconds"."""
         if not self.chunks:
             raise TraceError(f"the trace {self.directory} has no chunk yet")
         return np.concatenate([chunk.array(name) for chunk in self.chunks])
 
     def transfers(self) -> Iterator[TransferTrace]:
-        """All transfers, in the order in which their fate became known. Raises TraceError as
-        decisions."""
+        """Yields all transfers, in the order in which their fate became known. Raises TraceError
+        like decisions."""
         return (TransferTrace(*line) for line in self._lines("transfers"))
 
     def link(self) -> Iterator[LinkTrace]:
-        """All that policies were shown between layers of the queue of transfers beside compute, in
-        its order. Raises TraceError as decisions."""
+        """Yields all that policies saw, between layers, of the queue of transfers beside compute,
+        in its order. Raises TraceError like decisions."""
         for step, moment, layer, *use in self._lines("link"):
             yield LinkTrace(step, Moment(moment), layer, LinkUse(*use))
 
     def marks(self) -> tuple[Mark, ...]:
-        """All marks, in order. Raises TraceError as decisions."""
+        """Returns all marks, in order. Raises TraceError like decisions."""
         return tuple(Mark(*line) for line in self._lines("marks"))
 
     def budgets(self) -> tuple[BudgetMove, ...]:
-        """Every budget that was carried out, in order. Raises TraceError as decisions."""
+        """Returns every budget that was carried out, in order. Raises TraceError like decisions."""
         lines = [{"step": x["step"], **x["budget"]} for x in self.decisions() if "budget" in x]
         return tuple(BudgetMove(**{**line, "cells": tuple(line["cells"])}) for line in lines)
 
     def decisions(self) -> Iterator[dict[str, Any]]:
-        """The lines of decisions.jsonl, of policies and of budgets. Raises TraceError for a line
-        that is not JSON."""
+        """Yields the lines of decisions.jsonl, of policies and of budgets. Raises TraceError for a
+        line that is not JSON."""
         return self._lines("decisions")
 
     def _lines(self, name: str) -> Iterator[Any]:
-        """The lines of a file; the half line of a run that crashed is left out."""
+        """Yields the lines of a file, without the half line of a run that crashed."""
         path = self.directory / f"{name}.jsonl"
         if not path.exists():
             return
@@ -209,7 +209,7 @@ class Trace:
                     raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
 
     def policy_decisions(self) -> Iterator[dict[str, Any]]:
-        """The lines of policies alone, with every queue written out that is "as before"."""
+        """Yields the lines of policies alone. Every queue that is "as before" is written out."""
         queues: dict[tuple[str, str], Any] = {}
         for line in self.decisions():
             if "budget" in line:
@@ -224,7 +224,8 @@ class Trace:
 
 
 def _in_order(use: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """int64[T, len(USES)] of a trace whose columns have these names; −1 for what it lacks."""
+    """Returns the uses of a trace whose columns have these names, int64[T, len(USES)]; −1 for
+    missing columns."""
     found = np.full((len(use), len(USES)), -1, use.dtype)
     for i, name in enumerate(USES):
         if name in names:
@@ -235,8 +236,8 @@ def _in_order(use: np.ndarray, names: Sequence[str]) -> np.ndarray:
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
     """Opens a trace without reading its chunks.
 
-    Raises TraceError for what is no trace, or of another version. A chunk that is missing, damaged
-    or of another trace raises TraceError, with its name, when it is used.
+    Raises TraceError for a directory that is no trace, or one of another version. A chunk that is
+    missing, damaged or of another trace raises TraceError, with its name, when it is used.
     """
     directory = Path(directory)
     path = directory / "trace.json"

@@ -16,32 +16,32 @@ class Recency(NamedTuple):
     """Recency lists of M rows (layers) over E items each. Never changed in place."""
 
     place: np.ndarray
-    """int64[M, E]: where each item stands in its row's list, 0 for the one used last; among those
+    """int64[M, E]: the place of each item in its row's list, 0 for the item used last. Among items
     used together the larger id comes first; items that were never used come last. Place d of row r
     is written as r·E + d, an index into an array [M, E]."""
     seen: np.ndarray
-    """int64[M]: how many were ever used."""
+    """int64[M]: number of items that were ever used."""
 
 
 class Distances(NamedTuple):
-    """Where the R items of one reference stood; ordered by row, then item."""
+    """The places of the R items of one reference, ordered by row, then item."""
 
     place: np.ndarray
     """int64[R]: as in Recency.place, before the reference."""
     is_first: np.ndarray
-    """bool[R]: they were never used before."""
+    """bool[R]: whether the item was never used before."""
     sizes: np.ndarray
     """int64[M]: items of each row."""
 
 
 def cold_recency(rows: int, items: int) -> Recency:
-    """Nothing was used yet."""
+    """Returns lists in which nothing was used yet."""
     return Recency(np.arange(rows * items).reshape(rows, items), np.zeros(rows, np.int64))
 
 
 def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
-    """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
-    O(M·E), however many are active."""
+    """Makes one reference of all rows to their sets bool[M, E]; an empty set leaves its row
+    unchanged. O(M·E), however many items are active."""
     rows, items = recency.place.shape
     # One dimension and take: numpy indexes several dimensions several times slower.
     place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
@@ -66,7 +66,7 @@ def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]
 
 
 def tails(histogram: np.ndarray) -> np.ndarray:
-    """[..., n + 1] of [..., n]: column c sums what is at c and beyond, since a reference at
-    distance d misses with c cells iff d >= c."""
+    """Returns the tail sums of a histogram, [..., n + 1] of [..., n]: column c sums the entries at
+    c and beyond, since a reference at distance d misses with c cells iff d >= c."""
     sums = np.cumsum(histogram[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([sums, np.zeros_like(sums[..., :1])], axis=-1)

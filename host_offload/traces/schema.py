@@ -1,4 +1,4 @@
-"""What a trace holds: its header, the arrays of a chunk, and what else happened.
+"""The content of a trace: its header, the arrays of a chunk, and other events.
 
 docs/reference/trace_format.md describes the files; host_offload.traces.reader reads them, writer
 writes them.
@@ -18,34 +18,36 @@ FORMAT, VERSION = "moejax-trace", 3
 
 KINDS = ("prefill", "decode")
 QUEUES = frozenset({"stages", "transitions"})
-"""Fields of a decision that decisions.jsonl writes as "as before" where nothing changed."""
+"""Fields of a decision that decisions.jsonl writes as "as before" if nothing changed."""
 
 _SIZES = ("hidden", "page_bytes", "page_tokens", "slot_bytes", "kv_floor_bytes")
 SAID = (*_SIZES, "stage_entries", "max_num_seqs", "driver", "seed")
 """Fields of the policies' Spec that a header's spec has under the same names."""
 
 ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
-"""Columns that no trace lacks."""
+"""Columns that every trace has."""
 
 
 BITS = ("missed", "placed")
-"""Fields of a StepRecord, bool[L, E], that chunks have as bits."""
+"""Fields of a StepRecord, bool[L, E], that chunks keep as bits."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be written or read; the message says which file and what to do."""
+    """A trace that cannot be written or read. The message says which file and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceHeader:
-    """What a trace says once. L = layers (MoE layers only), E = experts, k = top_k.
+    """The header of a trace. L = layers (MoE layers only), E = experts, k = top_k.
 
-    config_digest: names the model's configuration. spec: sizes and settings that policies see.
-    causes: columns of a step's bytes. probabilities: router probabilities of all experts are
-    recorded. gate_input, embedding: width of the recorded router inputs and embeddings, 0 for none.
-    placed: what a second processor computed is recorded. absent: columns that the trace does not
-    have, since no engine of ours ran: it was converted or generated. uses: columns of a step's use,
-    of which older traces have fewer.
+    - `config_digest`: names the model's configuration.
+    - `spec`: sizes and settings that policies see.
+    - `causes`: columns of a step's bytes.
+    - `probabilities`: whether router probabilities of all experts are recorded.
+    - `gate_input`, `embedding`: width of the recorded router inputs and embeddings, 0 for none.
+    - `placed`: whether the experts that a second processor computed are recorded.
+    - `absent`: columns that the trace does not have since it was converted or generated.
+    - `uses`: columns of a step's use, of which older traces have fewer.
     """
 
     layers: int
@@ -78,7 +80,10 @@ class TraceHeader:
 
 
 class TransferTrace(NamedTuple):
-    """An expert moved ahead of need. issued, published, first_use: step numbers; −1: never."""
+    """An expert moved ahead of need.
+
+    - `issued`, `published`, `first_use`: step numbers; −1: never.
+    """
 
     layer: int
     expert: int
@@ -99,20 +104,22 @@ class Mark(NamedTuple):
 
 
 class BudgetMove(NamedTuple):
-    """The line between experts and KV was moved, before step `step`."""
+    """A move of the line between experts and KV, before step `step`."""
 
     step: int
     cells: tuple[int, ...]
     """Cells of each layer from then on."""
     kv_pages: int
     settled: bool
-    """Nothing is left to do of what a policy wanted."""
+    """Whether a policy's request is complete."""
     by_hand: bool
-    """No policy wanted it: the engine was idle, or KV was given slots since nothing could run."""
+    """Whether no policy wanted the move: the engine was idle, or KV was given slots since nothing
+    could run."""
 
 
 def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Arrays of a chunk that have a row per token or per step: name → (dtype, shape of a row)."""
+    """Returns the arrays of a chunk that have a row per token or per step: name → (dtype, shape of
+    a row)."""
     rows = _columns(header, optional=False)
     rows["step.tokens"] = np.dtype(np.int32), ()
     rows |= _columns(header, optional=True)
@@ -120,12 +127,13 @@ def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
 
 
 def engine_columns(header: TraceHeader) -> list[str]:
-    """The columns of every trace that our engine wrote."""
+    """Returns the columns of every trace that our engine wrote."""
     return [*_columns(header, optional=False), "step.tokens"]
 
 
 def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Columns of a StepRecord's fields: of every trace, or those that a trace has on request."""
+    """Returns columns of a StepRecord's fields: those of every trace, or those that a trace has on
+    request."""
     axes = {name: int(getattr(header, name)) for name in ("layers", "experts", "top_k")}
     axes |= {"gate_input": header.gate_input, "embedding": header.embedding}
     axes |= {
@@ -144,5 +152,5 @@ def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, t
 
 
 def chunk_name(number: int) -> str:
-    """File name of a chunk, counted from 0."""
+    """Returns the file name of a chunk, counted from 0."""
     return f"chunk-{number:06d}.safetensors"

@@ -1,4 +1,4 @@
-"""What a trace says about its routing: how much steps, tokens and domains have in common."""
+"""Statistics of a trace's routing: how much steps, tokens and domains have in common."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from host_offload.traces.step_sets import read_step_sets
 BATCHES = (1, 2, 4, 8, 16, 32)
 MAX_GROUPS = 32
 HOT = 10
-"""How many of the hottest experts are compared between domains, as in DynaExq's Figure 2."""
+"""Number of hottest experts that domains are compared by, as in DynaExq's Figure 2."""
 
 _BLOCK = 64
-"""Tokens in a row that go to the same half of a domain: neighbours are alike."""
+"""Consecutive tokens that go to the same half of a domain, since neighbours are alike."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DomainDistance:
-    """How far apart the routing of two domains is, mean over layers."""
+    """The distance between the routing of two domains, mean over layers."""
 
     a: str
     b: str
     divergence: float
     """Jensen-Shannon divergence of the shares of routing, in bits: 0 … 1 (Lin, 1991)."""
     variation: float
-    """Total variation of the same, 0 … 1."""
+    """Total variation of the shares of routing, 0 … 1."""
     hot_shared: float
-    """Share of the HOT hottest experts (at most a quarter of all) that both have."""
+    """Share of the HOT hottest experts (at most a quarter of all) that both domains have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceStatistics:
-    """Statistics of a trace's routing, means over its layers; NaN where nothing was there to count.
+    """Statistics of a trace's routing, means over its layers; NaN if there was nothing to count.
 
-    L layers, E experts, k = top_k. Tokens that were generated alone count in what is said of
-    decode, or all where the trace does not say which were.
+    L layers, E experts, k = top_k. Statistics of decode take generated tokens alone, or all tokens
+    if the trace does not say which were generated.
     """
 
     prefill_steps: int
     decode_steps: int
     unknown_steps: int
-    """The trace does not say of which kind."""
+    """Steps whose kind the trace does not say."""
     tokens: int
     requests: int | None
-    """None: the trace does not say which tokens are of the same."""
+    """Number of requests; None: the trace does not say which tokens are of the same request."""
     token_overlap: float
     """Share of a generated token's experts that the token before it in its sequence had."""
     token_overlap_by_chance: float
-    """The same if tokens were independent, with the trace's popularities."""
+    """The same share if tokens were independent, with the trace's popularities."""
     step_overlap: float
     """Share of a decode step's active experts that the decode step before it had."""
     activated: dict[int, float]
-    """Batch size → expected share of E that so many of the trace's tokens activate, if they are
+    """Expected share of E that so many of the trace's tokens activate, by batch size, if tokens are
     independent: mean of 1 − (1 − f)^B over experts, f an expert's share of tokens."""
     activated_in_steps: dict[int, float]
-    """Tokens of a decode step → share of E that such steps did activate."""
+    """Share of E that decode steps activated, by their tokens."""
     activated_uniform: dict[int, float]
-    """As `activated`, if routing were uniform: f = k/E."""
+    """Like `activated`, if routing were uniform: f = k/E."""
     experts_for_90: float
     """How many experts of a layer have 90% of all routing."""
     domains: tuple[str, ...]
-    """What was compared: sessions, or parts between marks; at most MAX_GROUPS."""
+    """The compared domains: sessions, or parts between marks; at most MAX_GROUPS."""
     distances: tuple[DomainDistance, ...]
     halves: tuple[DomainDistance, ...]
-    """Each domain's one half to its other: what is left of distances by chance."""
+    """Distance of each domain's one half to its other: the distance that chance alone explains."""
 
 
 def trace_statistics(trace: Trace) -> TraceStatistics:
@@ -79,7 +79,7 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
 
 
 def _steps(trace: Trace) -> dict[str, Any]:
-    """What is said of steps."""
+    """Returns the statistics of steps."""
     kinds: dict[str | None, int] = dict.fromkeys((*KINDS, None), 0)
     before = None
     shared: list[float] = []
@@ -104,7 +104,7 @@ def _steps(trace: Trace) -> dict[str, Any]:
 
 
 def _tokens(trace: Trace) -> dict[str, Any]:
-    """What is said of tokens, generated alone or all."""
+    """Returns the statistics of tokens, of generated ones alone or of all."""
     header = trace.header
     routed = np.zeros((header.layers, header.experts), np.int64)
     generated, generated_tokens = np.zeros_like(routed), 0
@@ -132,15 +132,15 @@ def _tokens(trace: Trace) -> dict[str, Any]:
 
 
 def _mask_generated(chunk: Chunk) -> np.ndarray:
-    """bool[N]: the tokens that were generated; all where the trace does not say."""
+    """Returns which tokens were generated, bool[N]; all if the trace does not say."""
     if "token.phase" in chunk.header.absent:
         return np.ones(chunk.tokens, bool)
     return chunk.array("token.phase") == 1
 
 
 def _overlaps(trace: Trace) -> np.ndarray:
-    """float64[L]: the part of a generated token's experts that the one before it in its sequence
-    had; NaN where no token is known to follow another."""
+    """Returns the share of a generated token's experts that the token before it in its sequence
+    had, float64[L]; NaN if no token is known to follow another."""
     header = trace.header
     same, pairs = np.zeros(header.layers, np.int64), 0
     none = np.zeros(0, np.int64)
@@ -170,7 +170,7 @@ def _overlaps(trace: Trace) -> np.ndarray:
 
 
 def _domains(trace: Trace) -> dict[str, Any]:
-    """What is said of domains: parts between marks where there are marks, else sessions."""
+    """Returns the statistics of domains: parts between marks if there are marks, else sessions."""
     header, marks = trace.header, trace.marks()
     parts = ["start", *(mark.name for mark in marks)]
     names = list(dict.fromkeys(parts) if marks else header.spec.get("user_names", ()))
@@ -203,7 +203,10 @@ def _domains(trace: Trace) -> dict[str, Any]:
 
 
 def domain_distance(a: str, b: str, p: np.ndarray, q: np.ndarray) -> DomainDistance:
-    """The distance of two domains by counts [L, E], each with at least one. a, b: their names."""
+    """Returns the distance of two domains by counts [L, E], each with at least one.
+
+    - `a`, `b`: their names.
+    """
     p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
     hot = max(min(HOT, p.shape[1] // 4), 1)
     tops = [np.argsort(-x, axis=1, kind="stable")[:, :hot] for x in (p, q)]
@@ -220,7 +223,7 @@ def domain_distance(a: str, b: str, p: np.ndarray, q: np.ndarray) -> DomainDista
 
 
 def _entropy(shares: np.ndarray) -> np.ndarray:
-    """Bits of each row."""
+    """Returns the entropy of each row in bits."""
     positive = np.where(shares > 0, shares, 1)
     return -(shares * np.log2(positive)).sum(axis=1)
 
@@ -230,7 +233,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def as_json(statistics: TraceStatistics) -> dict[str, Any]:
-    """For json.dumps: what is NaN becomes None."""
+    """Returns the statistics for json.dumps, with None for NaN."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -18,7 +18,7 @@ class StepSet(NamedTuple):
 
     number: int
     kind: str | None
-    """One of KINDS; None where the trace does not know."""
+    """One of KINDS; None if the trace does not know."""
     waves: int
     """Passes over a layer's experts."""
     tokens: int
@@ -27,9 +27,12 @@ class StepSet(NamedTuple):
 
 
 def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet]:
-    """All steps of a trace in order. user: only what that user's tokens (token.user) were routed
-    to; other steps are empty. Raises TraceError for a chunk that cannot be read or names experts
-    that the model does not have."""
+    """Yields the sets of all steps of a trace in order.
+
+    - `user`: take only what this user's tokens (token.user) were routed to; other steps are empty.
+
+    Raises TraceError for a chunk that cannot be read or names experts that the model does not have.
+    """
     experts = trace.header.experts
     for step in trace.step_traces():
         active, waves = step_set(step, experts)
@@ -39,8 +42,8 @@ def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet
 
 
 def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
-    """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
-    as read_step_sets."""
+    """Returns (the set bool[L, E], waves) of one step; waves are 1 if the trace does not know.
+    Raises TraceError like read_step_sets."""
     waves = np.ones(1, np.int16) if step.waves is None else step.waves
     ids = step.ids
     if ids.size and not (ids.min() >= 0 and ids.max() < experts):
@@ -56,7 +59,8 @@ def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
 
 
 def in_waves(active: np.ndarray, waves: int) -> Iterator[np.ndarray]:
-    """The sets bool[M, E] of a step, wave by wave: ranges of ids, as a prefill step makes them."""
+    """Yields the sets bool[M, E] of a step, wave by wave: ranges of ids, as a prefill step makes
+    them."""
     if waves == 1:
         yield active
         return

@@ -1,4 +1,5 @@
-"""Writes traces: steps are packed into arrays, a background thread turns full chunks into files."""
+"""Writes traces. Steps are packed into arrays, and a background thread turns full chunks into
+files."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ from host_offload.traces.schema import (
 )
 
 MAX_LINES = 10_000
-"""Most decisions, transfers, looks at them and marks that wait for a chunk: steps may be few and
-these many."""
+"""Most decisions, transfers, records of the queue and marks that wait for a chunk, since few steps
+may have many of these."""
 
 BATCH = 32
-"""Steps that are packed at once: one by one, most of the time would go into numpy's calls."""
+"""Steps that are packed at once. Packed one by one, most of the time would go into
+numpy's calls."""
 
 BATCH_BYTES = 8 << 20
-"""Their arrays, at most: optional ones may be as large as a chunk."""
+"""Most bytes of the arrays of steps packed at once, since optional arrays may be as large as a
+chunk."""
 
 
 def require_new(directory: str | os.PathLike[str]) -> None:
@@ -60,12 +63,12 @@ def require_new(directory: str | os.PathLike[str]) -> None:
 
 
 class TraceWriter:
-    """Writes a trace. `append` keeps a few steps, so their arrays must not change; a full chunk is
-    written by a background thread while the next one fills, and a third waits for the first, so
-    memory is two chunks of about chunk_bytes (or of one step, where that is larger).
+    """Writes a trace. `append` keeps a few steps, so their arrays must not change. A background
+    thread writes a full chunk while the next one fills. A third chunk waits for the first, so
+    memory is two chunks of about chunk_bytes (or of one step, if that is larger).
 
-    Raises TraceError where the directory is not new or cannot be written. A chunk that could not be
-    written is raised by the next call, and by `close` if none came. What is left at the
+    Raises TraceError if the directory is not new or cannot be written. If a chunk could not be
+    written, the next call raises the error, or `close` if no call came. What is left at the
     interpreter's exit is written then. Not for several threads.
     """
 
@@ -84,7 +87,7 @@ class TraceWriter:
         self._records: list[StepRecord] = []
         self._chunk = _ChunkParts()
         self._bytes = self._unpacked_bytes = 0
-        """Of the chunk, and of its records that are not packed."""
+        """Bytes of the chunk, and of its records that are not packed."""
         self._row_bytes = {"token": 0, "step": 0}
         for name, (dtype, row) in self._columns.items():
             self._row_bytes[name.split(".")[0]] += dtype.itemsize * int(np.prod(row))
@@ -101,7 +104,7 @@ class TraceWriter:
         self._process = os.getpid()
 
     def append(self, step: StepRecord) -> None:
-        """Adds a step. Raises ValueError where an array is not of the header's shapes."""
+        """Adds a step. Raises ValueError if an array is not of the header's shapes."""
         self._require_open()
         wanted = (len(step.user), self.header.layers, self.header.top_k)
         names = [name for name in ("ids", "weights") if f"token.{name}" in self._columns]
@@ -123,7 +126,7 @@ class TraceWriter:
         self._add_line("transfers", transfer)
 
     def link(self, seen: LinkTrace) -> None:
-        """Adds what policies were shown of the queue of transfers beside compute."""
+        """Adds what policies saw of the queue of transfers beside compute."""
         self._add_line("link", [*seen[:3], *seen.use])
 
     def mark(self, mark: Mark) -> None:
@@ -132,11 +135,11 @@ class TraceWriter:
 
     def decision(self, step: int, fields: Mapping[str, Any]) -> None:
         """Adds a line to decisions.jsonl: {"step": step, **fields}; numpy arrays become lists.
-        Raises TypeError for what JSON cannot hold."""
+        Raises TypeError for values that JSON cannot hold."""
         self._add_line("decisions", {"step": step, **fields})
 
     def close(self) -> None:
-        """Writes what is left and marks the trace as complete. Idempotent. Raises TraceError where
+        """Writes the rest and marks the trace as complete. Idempotent. Raises TraceError if
         something could not be written and no call has said so. A forked child leaves the files to
         its parent."""
         if self.closed or os.getpid() != self._process:
@@ -147,7 +150,7 @@ class TraceWriter:
             if self.failure is None:
                 self._settle()
                 try:
-                    # Not by the thread: at the interpreter's exit it takes no more work.
+                    # Not by the thread, which takes no work at the interpreter's exit.
                     self._pack()
                     if self._chunk.packed or self._chunk.lines:
                         self._write(self._chunk, self._chunks)
@@ -186,7 +189,7 @@ class TraceWriter:
             self._records, self._unpacked_bytes = [], 0
 
     def _hand_over(self) -> None:
-        """Gives the chunk to the thread, which must be done with the one before."""
+        """Gives the chunk to the thread, once the thread is done with the previous one."""
         self._pack()
         self._settle()
         self._pending = self._pool.submit(self._write, self._chunk, self._chunks)
@@ -235,7 +238,7 @@ class TraceWriter:
 
 
 Columns = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""Of schema.columns."""
+"""The result of schema.columns."""
 
 
 class _ChunkParts:
@@ -248,7 +251,7 @@ class _ChunkParts:
         self.steps = self.tokens = 0
 
     def pack(self, steps: Sequence[StepRecord], columns: Columns) -> None:
-        """Copies steps."""
+        """Packs steps into the chunk's arrays."""
         arrays = {}
         for name, (dtype, _) in columns.items():
             per, field = name.split(".")

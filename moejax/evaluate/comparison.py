@@ -1,4 +1,4 @@
-"""Two runs over the same texts or documents, compared with intervals."""
+"""Compares two runs over the same texts or documents, with intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from moejax.errors import UserError
 
 Z95 = 1.959964
-"""Standard errors from a normal variable's mean to the ends of its 95% interval."""
+"""Standard errors from the mean of a normal variable to the ends of its 95% interval."""
 
 FEW = 30
 """Pairs below which the normal interval is rough."""
@@ -19,15 +19,14 @@ FEW = 30
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """What a run's figure is made of: it is sum(sums) / sum(weights)."""
+    """The windows or documents of a run's figure, which is sum(sums) / sum(weights)."""
 
     name: str
-    """A text's name, or a task's."""
+    """Name of a text or a task."""
     figure: str
-    """What the quotient is, such as bits/token or acc."""
+    """The figure's name, such as bits/token or acc."""
     keys: list[str]
-    """What each unit is of, so that another run's can be told to be the same: a window or a
-    document."""
+    """Key of each window or document, by which two runs' units are matched."""
     sums: list[float]
     weights: list[float]
 
@@ -45,19 +44,19 @@ class Comparison:
     b: float
     difference: float
     low: float | None
-    """None where there are fewer than two pairs."""
+    """Lower end; None with fewer than two pairs."""
     high: float | None
 
 
 def compare_units(
     a: Units, b: Units, steps: tuple[int | None, int | None] = (None, None)
 ) -> Comparison:
-    """b's figure less a's, from the differences of their pairs.
+    """Returns b's figure minus a's, from the differences of their pairs.
 
-    The interval is normal: difference ± Z95 · s / W, where W is the pairs' weight and s² is
-    n / (n − 1) · Σ (d − difference · w)², the variance of a ratio whose units, windows or
-    documents, are drawn together. It says what another choice of such units would have changed, and
-    nothing of another training run. Raises UserError for units that are not the same ones.
+    The interval is normal: difference ± Z95 · s / W, where W is the pairs' weight and s² is n / (n
+    − 1) · Σ (d − difference · w)², the variance of a ratio whose units, windows or documents, are
+    drawn together. It says how much another choice of such units would have changed, and nothing
+    about another training run. Raises UserError for units that do not match.
     """
     places = {key: place for place, key in enumerate(b.keys)}
     if sorted(a.keys) != sorted(b.keys):
@@ -81,10 +80,10 @@ def compare_units(
 def compare_lines(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
-    """Every figure that both runs have, of lines as `results_file` has them: of equal steps, or of
-    the only line of each. Several texts are compared together too ("all").
+    """Compares every figure that both runs have, in lines as `results_file` has them: of equal
+    steps, or of the only line of each. Several texts are compared together too ("all").
 
-    Raises UserError where there is no pair of lines, or of units.
+    Raises UserError if there is no pair of lines, or of units.
     """
     found = [
         compare_units(one, other, (left.get("step"), right.get("step")))
@@ -121,7 +120,8 @@ def _steps(lines: Sequence[Mapping[str, Any]]) -> str:
 def _match_units(
     left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> Iterator[tuple[Units, Units]]:
-    """Units of both lines with the same figure and keys, whatever their files are called."""
+    """Yields units of both lines with the same figure and keys, even if their files have other
+    names."""
     ours, theirs = ([Units(**one) for one in line["units"]] for line in (left, right))
     known = {(one.figure, frozenset(one.keys)): one for one in theirs}
     pairs = [
@@ -136,7 +136,7 @@ def _match_units(
 
 
 def _together(units: Sequence[Units]) -> Units:
-    """Units of several texts as of one."""
+    """Joins the units of several texts."""
     return Units(
         "all",
         units[0].figure,

@@ -1,6 +1,7 @@
-"""What a machine has for moejax, what will run on it, and what is wrong (`moejax doctor`).
+"""Finds out what a machine has for moejax, what will run on it, and what is wrong (`moejax
+doctor`).
 
-`look` asks the machine, `judge` says what follows; the second is a function of the first alone.
+`look` asks the machine, `judge` says what follows. `judge` depends on the result of `look` alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 
 OLDEST_DRIVER = {13: 580, 12: 525}
-"""CUDA that jax is built for → the oldest NVIDIA driver that runs it, by CUDA's release notes."""
+"""The oldest NVIDIA driver that runs each CUDA that jax is built for, by CUDA's release notes."""
 
 
 def _plugin(cuda: int) -> tuple[str, str]:
@@ -53,15 +54,16 @@ def _plugin(cuda: int) -> tuple[str, str]:
 
 
 PACKAGES = ("jax", "jaxlib", *(name for cuda in OLDEST_DRIVER for name in _plugin(cuda)))
-"""Whose versions have to agree."""
+"""Packages whose versions must agree."""
 
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-nvjitlink")
-"""The parts of NVIDIA's compiler: the assembler, headers, the device library, and the linker that
-jax 0.12 assembles with instead. They have to be of one release."""
+"""The parts of NVIDIA's compiler: the assembler, headers, the device library, and the linker with
+which jax 0.12 assembles instead. They must be of one release."""
 
 COMPILER_RELEASE = "13.0.88"
-"""What `cuda13` of pyproject.toml installs of COMPILER: the oldest CUDA 13, as drivers of it run
-what newer compilers write too, but not the other way round, and our kernels were compiled by it."""
+"""The release of COMPILER that `cuda13` of pyproject.toml installs, which compiled our kernels. It
+is the oldest CUDA 13, since drivers of newer ones run what it writes, but not the other way round.
+"""
 
 _TINY = """\
 .version {version}
@@ -70,7 +72,7 @@ _TINY = """\
 .visible .entry nothing() {{ ret; }}
 """
 _PTX = {13: "9.0", 12: "8.0"}
-"""CUDA → the PTX of its first release."""
+"""The PTX version of each CUDA's first release."""
 
 ENVIRONMENT = (
     *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "XLA_FLAGS"),
@@ -84,7 +86,7 @@ _SMI = (
     *("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
 )
 PROBED_BYTES, REPEATS = 256 << 20, 5
-"""Bytes of each transfer that is timed, and how many are."""
+"""Bytes of each timed transfer, and number of transfers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Gpu:
     memory: int
     free: int
     link: str = ""
-    """PCIe generation, lanes in use and lanes; empty: not known."""
+    """PCIe generation, lanes in use and lanes; empty if unknown."""
     lanes_missing: bool = False
 
 
@@ -108,7 +110,7 @@ class Assembler:
     path: str
     release: str
     error: str = ""
-    """What it says of a tiny program for the first GPU; empty: it assembles that."""
+    """Its message about a tiny program for the first GPU; empty: it assembles the program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,45 +118,45 @@ class Machine:
     """What was found on a machine, before any judgement."""
 
     gpus: tuple[Gpu, ...]
-    """None where nvidia-smi is missing or fails."""
+    """GPUs that nvidia-smi lists; empty if nvidia-smi is missing or fails."""
     smi: str | None
-    """What nvidia-smi said that is no list of GPUs; None: there is no nvidia-smi."""
+    """The output of nvidia-smi if it is no list of GPUs; None: there is no nvidia-smi."""
     pci: bool
     """Whether the PCI bus has a display device of NVIDIA's."""
     driver_loaded: bool
     """Whether the kernel has NVIDIA's module."""
     versions: Mapping[str, str]
-    """Versions of PACKAGES and COMPILER that are installed."""
+    """Installed versions of PACKAGES and COMPILER."""
     backend: Mapping[str, Any]
-    """As probe."""
+    """The result of probe."""
     environment: Mapping[str, str]
     host_bytes: int
     host_available: int
     memlock: int | None
-    """Bytes that a process may lock (ulimit -l); None: as many as it likes."""
+    """Bytes that a process may lock (ulimit -l); None: no limit."""
     native: str
-    """The instruction set that the native CPU ops compute with, or why there are none."""
+    """The instruction set of the native CPU ops, or why there are none."""
     pages: str
-    """What pages host memory is asked to be made of."""
+    """The kind of pages that host memory asks for."""
     assembler: Assembler | None = None
-    """None: there is no ptxas, or jax has no CUDA."""
+    """The assembler; None: there is no ptxas, or jax has no CUDA."""
 
     @property
     def device(self) -> Mapping[str, Any]:
-        """jax's first device; empty where it has none."""
+        """jax's first device; empty if jax has none."""
         return next(iter(self.backend["devices"]), {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that is wrong, and the command that mends it."""
+    """A problem, and the command that mends it."""
 
     what: str
     mend: str
 
 
 def look() -> Machine:
-    """The machine that this process is on. Starts no backend in it."""
+    """Describes the machine that this process is on. Starts no backend in the process."""
     gpus, smi = _gpus()
     versions = _versions()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -176,7 +178,7 @@ def look() -> Machine:
 
 
 def judge(machine: Machine) -> list[Problem]:
-    """What is wrong, what has to be mended first at the top; empty where moejax will use what the
+    """Returns the problems, with those to mend first at the top; empty if moejax will use what the
     machine has."""
     if machine.device.get("platform") == "gpu":
         return [*_of_packages(machine), *_of_a_gpu(machine)]
@@ -186,13 +188,13 @@ def judge(machine: Machine) -> list[Problem]:
 
 
 def what_runs(machine: Machine) -> dict[str, str]:
-    """Op → the implementation that a 16-bit model gets."""
+    """Returns the implementation that a 16-bit model gets for each op."""
     device = machine.device.get("platform", "cpu")
     return resolve_ops("auto", platform=device, dtype="bfloat16").chosen()
 
 
 def describe(machine: Machine) -> dict[str, str]:
-    """What was found, a line for people under each name."""
+    """Returns what was found, a line for people under each name."""
     lines: dict[str, str] = {}
     for number, gpu in enumerate(machine.gpus):
         text = f"{gpu.name}, compute capability {gpu.capability}, {format_bytes(gpu.memory)}, "
@@ -236,7 +238,7 @@ def describe(machine: Machine) -> dict[str, str]:
 
 
 def next_step(machine: Machine, problems: list[Problem]) -> str:
-    """What to do after that, in a line."""
+    """Returns what to do after that, in a line."""
     if problems:
         return "then: moejax doctor"
     if machine.device.get("platform") == "gpu":
@@ -248,7 +250,7 @@ def next_step(machine: Machine, problems: list[Problem]) -> str:
 
 
 def gpu_share(machine: Machine) -> int:
-    """Bytes of the GPU that jax will take for moejax."""
+    """Returns the bytes of the GPU that jax will take for moejax."""
     limit = machine.device["bytes_limit"]
     if machine.gpus and not any(machine.environment.get(name) for name in MEMORY_SHARES):
         gpu = machine.gpus[0]
@@ -257,7 +259,7 @@ def gpu_share(machine: Machine) -> int:
 
 
 def pinned_limit(machine: Machine) -> int:
-    """The cap on jax's pool of pinned host memory in GiB, as select_device sets it."""
+    """Returns the cap on jax's pool of pinned host memory in GiB, as select_device sets it."""
     if PINNED_LIMIT in machine.environment:
         return int(machine.environment[PINNED_LIMIT])
     return pinned_gib(machine.host_bytes)
@@ -267,7 +269,7 @@ def pinned_limit(machine: Machine) -> int:
 
 
 def _without_the_gpu(machine: Machine) -> Iterator[Problem]:
-    """There is a GPU, and jax does not use it."""
+    """Problems of a machine whose GPU jax does not use."""
     if not machine.gpus:
         yield _no_driver(machine)
         return
@@ -310,7 +312,7 @@ def _no_driver(machine: Machine) -> Problem:
 
 
 def _of_packages(machine: Machine) -> Iterator[Problem]:
-    """jax and its CUDA plugin, against each other and the driver."""
+    """Problems between jax, its CUDA plugin and the driver."""
     versions = machine.versions
     release = versions.get("jax", "")
     installed = [cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in versions]
@@ -349,7 +351,7 @@ def _of_packages(machine: Machine) -> Iterator[Problem]:
 
 
 def _of_the_compiler(machine: Machine) -> Iterator[Problem]:
-    """NVIDIA's compiler for CUDA 13: one release, which assembles."""
+    """Problems of NVIDIA's compiler for CUDA 13, which must be of one release and must assemble."""
     mend = f"pip install {' '.join(f'{name}=={COMPILER_RELEASE}' for name in COMPILER)}"
     parts = {name: machine.versions[name] for name in COMPILER if name in machine.versions}
     assembler = machine.assembler
@@ -366,7 +368,7 @@ def _of_the_compiler(machine: Machine) -> Iterator[Problem]:
 
 
 def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
-    """jax uses a GPU."""
+    """Problems of a machine whose GPU jax uses."""
     capability = machine.device.get("capability")
     if capability and float(capability) < OLDEST_CAPABILITY:
         text = f"{machine.device['kind']} has compute capability {capability}; moejax needs "
@@ -392,7 +394,8 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that nvidia-smi lists, and what it says where it lists none; None: no nvidia-smi."""
+    """Returns the GPUs that nvidia-smi lists, and its output if it lists none (None: no
+    nvidia-smi)."""
     gpus = []
     for name, driver, capability, total, free, *link in nvidia_smi(*_SMI, hidden=True):
         memory, left = (int(text) << 20 if text.isdecimal() else 0 for text in (total, free))
@@ -405,7 +408,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def _link(fields: list[str]) -> dict[str, Any]:
-    """Keywords of Gpu from its link's fields, which not every card and driver knows."""
+    """Returns keywords of Gpu from its link's fields, which not every card and driver knows."""
     if not all(text.isdecimal() for text in fields):
         return {}
     generation, lanes, most = map(int, fields)
@@ -414,7 +417,7 @@ def _link(fields: list[str]) -> dict[str, Any]:
 
 
 def _backend(timeout: float = 180.0) -> dict[str, Any]:
-    """`probe` in a process of its own."""
+    """Runs `probe` in a process of its own."""
     # Only what a transfer needs: another process may use the GPU.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "moejax.evaluate.diagnosis"]
@@ -442,8 +445,8 @@ def _versions() -> dict[str, str]:
 
 
 def _assembler(versions: Mapping[str, str], capability: str) -> Assembler | None:
-    """The assembler that XLA would call, and what it says of a tiny program for a GPU of this
-    compute capability."""
+    """Returns the assembler that XLA would call, with its message about a tiny program for a GPU of
+    this compute capability."""
     cuda = next((cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in versions), None)
     path = _ptxas()
     if cuda is None or path is None:
@@ -459,7 +462,7 @@ def _assembler(versions: Mapping[str, str], capability: str) -> Assembler | None
 
 
 def _answer(command: list[str]) -> tuple[int, str]:
-    """(exit status, what the program said)."""
+    """Runs a command; returns (exit status, output)."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -468,7 +471,7 @@ def _answer(command: list[str]) -> tuple[int, str]:
 
 
 def _ptxas() -> str | None:
-    """The nvidia-cuda-nvcc wheel's, else that of a toolkit on PATH."""
+    """Returns the ptxas of the nvidia-cuda-nvcc wheel, else of a toolkit on PATH."""
     package = importlib.util.find_spec("nvidia")
     for root in (package and package.submodule_search_locations) or ():
         if (path := Path(root, "cu13", "bin", "ptxas")).exists():
@@ -489,7 +492,7 @@ def _has_nvidia(devices: Path) -> bool:
 
 
 def _first_line(texts: list[str]) -> str:
-    """The first line that says something; jax's own repetitions of it are left out."""
+    """Returns the first line with content, without jax's own repetitions."""
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else "it does not say why"
 
@@ -503,8 +506,8 @@ def _major(version: str) -> int:
 
 
 def probe() -> dict[str, Any]:
-    """What jax makes of this machine, without an exception: devices, or the errors that it gave.
-    For a process of its own: a driver that hangs or ends the process does not end what asks."""
+    """Returns what jax finds on this machine, without an exception: devices, or jax's errors. Run
+    it in a process of its own: a driver that hangs or ends that process does not end the caller."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(
@@ -526,7 +529,7 @@ def probe() -> dict[str, Any]:
 
 
 def link_rate(device: jax.Device) -> float:
-    """Bytes a second from pinned host memory to the device, the best of REPEATS."""
+    """Measures bytes a second from pinned host memory to the device, the best of REPEATS."""
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     source = jax.device_put(np.zeros(PROBED_BYTES, np.uint8), pinned)
     times = []

@@ -1,4 +1,4 @@
-"""How likely texts are to a model: perplexity by sliding windows."""
+"""Measures how likely texts are to a model: perplexity by sliding windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from moejax.serve.llm import LLM
 
 DEFAULT_WINDOW = 2048
-"""Tokens, where the model has room for so many: what papers on compressed models mostly use."""
+"""Tokens of a window, if the model has room for them: what papers on compressed models
+mostly use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,11 @@ class Likelihood:
     tokens: int
     windows: int
     scored_tokens: int
-    """All but the first of each text; with stride = window all but the first of each window."""
+    """Scored tokens: all but the first of each text, or with stride = window all but the first of
+    each window."""
     scored_bytes: int | None
-    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none. None
-    for token ids, whose text is not known."""
+    """Bytes of UTF-8 text of the scored tokens; special tokens have none. None for token ids, whose
+    text is unknown."""
     nll: float
     """Sum over the scored tokens of −ln p(token | the window's tokens before it)."""
 
@@ -56,7 +58,8 @@ class Likelihood:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers, unlike the other two (lm-eval's bits_per_byte)."""
+        """Bits per byte of text, which is comparable between tokenizers, unlike the other two
+        figures (lm-eval's bits_per_byte)."""
         return None if self.scored_bytes is None else self.nll / math.log(2) / self.scored_bytes
 
     @property
@@ -73,15 +76,15 @@ class TextLikelihood(Likelihood):
     sha256: str
     """SHA-256 of the whole text's UTF-8 bytes, or of the file of token ids."""
     logprobs: np.ndarray = dataclasses.field(repr=False, compare=False)
-    """float64[tokens]: ln p of each token, NaN where a token is not scored."""
+    """float64[tokens]: ln p of each token, NaN for tokens that are not scored."""
     scored: tuple[Window, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    """The windows that scored them."""
+    """The windows that scored the tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity of texts, each and all together. No bit of it but `run` depends on budgets,
-    policies or the other windows."""
+    """Perplexity of texts, each and all together. Only `run` depends on budgets, policies or the
+    other windows."""
 
     window: int
     stride: int
@@ -94,7 +97,7 @@ class PerplexityResult:
 
     @property
     def total(self) -> Likelihood:
-        """Over the scored tokens of all texts, each counted alike."""
+        """The likelihood over the scored tokens of all texts, each counted alike."""
         names = [f.name for f in dataclasses.fields(Likelihood) if f.name != "scored_bytes"]
         nbytes = [text.scored_bytes for text in self.texts if text.scored_bytes is not None]
         return Likelihood(
@@ -104,7 +107,7 @@ class PerplexityResult:
 
 
 def check_windows(window: int | None, stride: int | None, limit: int | None) -> None:
-    """Raises UserError for what fits no model; see `perplexity`."""
+    """Raises UserError for values that fit no model; see `perplexity`."""
     if window is not None and window < 2:
         raise UserError(f"window must be at least 2 tokens, got {window}: the first has no context")
     if stride is not None and stride < 1:
@@ -119,10 +122,10 @@ def check_windows(window: int | None, stride: int | None, limit: int | None) -> 
 
 
 def sliding_windows(tokens: int, window: int, stride: int) -> list[Window]:
-    """Windows over a text of so many tokens, as in transformers' "Perplexity of fixed-length
-    models": they begin at multiples of stride, the last one ends with the text, and each scores
-    what the one before did not reach. A window's first token has no context and is not scored, so
-    a window of one token is left out."""
+    """Returns windows over a text of `tokens` tokens, as in transformers' "Perplexity of
+    fixed-length models": they begin at multiples of stride, the last one ends with the text, and
+    each scores the tokens that the previous one did not reach. A window's first token has no
+    context and is not scored, so a window of one token is left out."""
     found, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
@@ -146,17 +149,19 @@ def perplexity(
 ) -> PerplexityResult:
     """Scores texts by sliding windows, many windows a prefill step.
 
-    texts: one, several, or several by name; each a text or documents of token ids, which need no
-    tokenizer and have windows of their own. window: tokens a window has (default: DEFAULT_WINDOW,
-    at most the model's max_model_len). stride: tokens from one window's beginning to the next
-    one's (default: half of the window). With less than the window, each token but a text's first
-    is scored once, with at least window − stride tokens of context where there are so many. limit:
-    score only the first tokens of each text. progress: a bar on stderr.
+    - `texts`: one, several, or several by name; each a text, or documents of token ids, which need
+      no tokenizer and have their own windows.
+    - `window`: tokens of a window; None: DEFAULT_WINDOW, at most the model's max_model_len.
+    - `stride`: tokens from one window's beginning to the next one's; None: half of the window. With
+      less than the window, each token but a text's first is scored once, with at least window −
+      stride tokens of context if there are so many.
+    - `limit`: score only the first tokens of each text.
+    - `progress`: show a bar on stderr.
 
-    A text is tokenized whole, as the model's tokenizer does with a prompt (special tokens
-    included). Raises UserError for a text without tokenizer, an empty text or one of less than two
-    tokens, text that is no Unicode, ids outside of the vocabulary, window, stride or limit out of
-    range, and log-probabilities that are not finite.
+    A text is tokenized whole, with special tokens, like a prompt. Raises UserError for a text
+    without tokenizer, an empty text or one of less than two tokens, text that is no Unicode, ids
+    outside of the vocabulary, window, stride or limit out of range, and log-probabilities that are
+    not finite.
     """
     window, stride, encoded = encode_texts(llm, texts, window, stride, limit)
     windows = [(text, w) for text in encoded for w in text.windows]
@@ -194,8 +199,8 @@ def encode_texts(
     stride: int | None,
     limit: int | None,
 ) -> tuple[int, int, list[EncodedText]]:
-    """(window, stride, the texts with their windows), none scored. Arguments and errors are those
-    of `perplexity`."""
+    """Returns (window, stride, the texts with their windows), none scored. Arguments and errors are
+    those of `perplexity`."""
     most = llm.engine.scheduler.max_model_len
     window = min(DEFAULT_WINDOW, most) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
@@ -218,11 +223,12 @@ def encode_texts(
 
 
 def result_json(result: PerplexityResult) -> dict[str, Any]:
-    """A result as plain data for JSON, with all that it came from.
+    """Returns a result as plain data for JSON, with everything that it came from.
 
     Everything outside of `run` says what was computed: no budget, policy, driver or other window
-    changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
-    what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
+    changes it, unless `precision` says that it changes bits and mixes versions. `run` says how it
+    was computed, and the cost. prefill_tokens is a shape of XLA's matrix products, whose last bits
+    depend on it.
     """
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
     # Names the texts in their order.
@@ -243,8 +249,9 @@ _VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
 
 
 def model_report(llm: LLM) -> dict[str, Any]:
-    """What was evaluated and by what, as plain data for JSON: whatever may change a bit of the
-    figures. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it."""
+    """Returns the model and software of an evaluation as plain data for JSON: everything that may
+    change a bit of the figures. prefill_tokens is a shape of XLA's matrix products, whose last bits
+    depend on it."""
     runner, stats, scheduler = llm.engine.runner, llm.stats(), llm.engine.scheduler
     return {
         "model": {
@@ -266,7 +273,7 @@ def model_report(llm: LLM) -> dict[str, Any]:
 
 
 def run_report(llm: LLM) -> dict[str, Any]:
-    """What was chosen for speed, as plain data for JSON."""
+    """Returns the choices for speed, as plain data for JSON."""
     stats, scheduler = llm.stats(), llm.engine.scheduler
     return {
         **{name: stats[name] for name in ("driver", "eviction", "control")},
@@ -283,11 +290,12 @@ def cost_report(
     after: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What scoring these texts cost: layer-experts that prefill steps needed, bytes over the
-    link, rates without compilation.
+    """Returns the cost of scoring these texts: layer-experts that prefill steps needed, bytes over
+    the link, rates without compilation.
 
-    - `seconds`, `compile_s`: of the scoring, tokenizing left out, and of its steps that compiled.
-    - `after`, `before`: `LLM.stats` of each model that did it.
+    - `seconds`, `compile_s`: seconds of the scoring without tokenizing, and of its steps that
+      compiled.
+    - `after`, `before`: `LLM.stats` of each model that scored.
     """
 
     def add(part: str, name: str) -> int:
@@ -312,7 +320,8 @@ def cost_report(
 
 
 def text_sha256(text: str | TokenIds) -> str:
-    """What `TextLikelihood.sha256` will be. Raises UserError for text that is no Unicode."""
+    """Returns the value that `TextLikelihood.sha256` will have. Raises UserError for text that is
+    no Unicode."""
     if isinstance(text, TokenIds):
         return text.sha256
     try:
@@ -322,7 +331,8 @@ def text_sha256(text: str | TokenIds) -> str:
 
 
 def window_units(result: PerplexityResult) -> list[Units]:
-    """The bits of each text's windows, by which two runs over the same windows are compared."""
+    """Returns the bits of each text's windows, by which two runs over the same windows are
+    compared."""
     found = []
     for text in result.texts:
         parts = [(w, -math.fsum(text.logprobs[w.first : w.end])) for w in text.scored]
@@ -383,7 +393,7 @@ def _encode(
 def _encode_ids(
     name: str, given: TokenIds, vocabulary: int, window: int, stride: int, limit: int | None
 ) -> EncodedText:
-    """Documents one after the other, no window over two of them."""
+    """Encodes documents one after the other, with no window over two of them."""
     ids = np.concatenate(given.documents)
     bad = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if len(bad):
@@ -410,11 +420,11 @@ def _too_short(name: str, tokens: int) -> UserError:
 
 
 def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
-    """UTF-8 bytes of the text for each token, int64[tokens]; their sum is the text's.
+    """Returns UTF-8 bytes of the text for each token, int64[tokens]; their sum is the text's.
 
-    offsets int64[tokens, 2]: characters as the tokenizer reports them. A character in several
-    tokens counts for the first of them, text between tokens for the next one; special tokens that
-    the tokenizer added have (0, 0).
+    - `offsets`: int64[tokens, 2], characters as the tokenizer reports them. A character in several
+      tokens counts for the first of them, text between tokens for the next one. Special tokens that
+      the tokenizer added have (0, 0).
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     width = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
@@ -425,8 +435,8 @@ def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def likelihood(text: EncodedText) -> TextLikelihood:
-    """The likelihood of a text whose windows are all scored. Raises UserError for log-probabilities
-    that are not finite."""
+    """Returns the likelihood of a text whose windows are all scored. Raises UserError for
+    log-probabilities that are not finite."""
     scored = np.zeros(len(text.ids), bool)
     for window in text.windows:
         scored[window.first : window.end] = True

@@ -1,4 +1,4 @@
-"""The steps of a training run as they appear."""
+"""Yields the steps of a training run as they appear."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from moejax.checkpoints.orbax.steps import finished_steps
 
 INTERVAL_S = 1.0
-"""Between two looks at the root (Orbax's own `seconds_to_sleep`)."""
+"""Seconds between two looks at the root (Orbax's own `seconds_to_sleep`)."""
 
 
 def new_steps(
@@ -20,13 +20,15 @@ def new_steps(
     timeout: float | None = None,
     until_step: int | None = None,
 ) -> Iterator[int]:
-    """Each step of an Orbax root once it is written to its end, the lowest of several first.
+    """Yields each step of an Orbax root once it is completely written, the lowest of several first.
 
-    done: those to leave out. timeout: ends when no new step came for so many seconds, 0 with the
-    steps that are there, None never. until_step: ends after a step of this number or a higher one.
-    (Names of orbax.checkpoint's checkpoints_iterator, which gives only the newest step.)
+    - `done`: steps to leave out.
+    - `timeout`: end when no new step came for so many seconds. 0 ends with the present steps; None
+      never ends.
+    - `until_step`: end after a step of this number or a higher one.
 
-    Raises UserError as finished_steps does.
+    The names are those of orbax.checkpoint's checkpoints_iterator, which gives only the newest
+    step. Raises UserError like finished_steps.
     """
     seen, directory, since = set(done), pathlib.Path(root), time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""Everything that only a real GPU can show about correctness (`moejax check-gpu`)."""
+"""Checks everything that only a real GPU can show about correctness (`moejax check-gpu`)."""
 
 from __future__ import annotations
 
@@ -49,10 +49,14 @@ def check_device(
     layers: int | None,
     steps: int,
 ) -> int:
-    """Runs these parts on jax's first device and prints what they find; returns how many checks
-    failed. parts: `kernels`, with shapes and dtypes as shape_checks, tables and minutes as
-    check_kernels; `engine`, with engine_shape, layers and steps as check_engine. Raises UserError
-    where there is no GPU."""
+    """Runs these parts on jax's first device and prints the results. Returns how many checks
+    failed.
+
+    - `parts`: `kernels`, with shapes and dtypes as in shape_checks, tables and minutes as in
+      check_kernels; `engine`, with engine_shape, layers and steps as in check_engine.
+
+    Raises UserError without a GPU.
+    """
     use_compilation_cache()
     device = select_device()
     if device.platform != "gpu" and not is_interpreted():
@@ -78,15 +82,16 @@ VERSIONS = (
     *((INT8, INT4), (INT4, INT2), (LOSSLESS, INT4)),
     *((IN_TRANSIT,), (IN_TRANSIT, DENSE), (IN_TRANSIT, INT4)),
 )
-"""ModelShape.versions that runs have: one version, pairs of tiers, lossless12 in transit (with
+"""Values of ModelShape.versions in runs: one version, pairs of tiers, lossless12 in transit (with
 layers that it cannot hold)."""
 
 
 def shape_checks(
     shapes: Sequence[str], dtypes: Sequence[str], shared_kib: int = CLASSES[-1]
 ) -> list[Check]:
-    """The checks of every kernel for these shapes on a class of devices (cards.shared_class), the
-    likeliest to be used first: by dtype, then by versions, then by shape."""
+    """Returns the checks of every kernel for these shapes on a class of devices
+    (cards.shared_class), the likeliest to be used first: by dtype, then by versions, then by shape.
+    """
     found: dict[str, Check] = {}
     for dtype, versions, name in itertools.product(dtypes, VERSIONS, shapes):
         if dtype != "bfloat16" and "lossless12" in str(versions):
@@ -107,12 +112,16 @@ def check_kernels(
     minutes: float | None = None,
     threads: int | None = None,
 ) -> int:
-    """Runs the checks that the device's table in the folder `tables` has not yet, each written to
-    it when it has passed; returns how many failed. minutes: none begins after so many. threads:
-    which compile at once, as pallas_kernels.verification.outcomes. Raises UserError where the table
-    cannot be written."""
+    """Runs the checks that the device's table in the folder `tables` does not have yet, and writes
+    each passed one to the table. Returns how many failed.
+
+    - `minutes`: no check begins later.
+    - `threads`: threads that compile at once, as in pallas_kernels.verification.outcomes.
+
+    Raises UserError if the table cannot be written.
+    """
     path = tables / file_name(device)
-    # Other shapes' entries stay; of another source or driver they do not count.
+    # Entries of other shapes stay; entries of another source or driver do not count.
     entries = load_table(path)
     missing = unknown(wanted, device, entries)
     print(f"{len(wanted)} checks, {len(wanted) - len(missing)} of them in {path}", flush=True)
@@ -148,7 +157,7 @@ def check_kernels(
 
 
 def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) -> int:
-    """Decodes at four budgets; returns how many differ from full residency."""
+    """Decodes at four budgets. Returns how many differ from full residency."""
     config = shape(name, layers)
     began = time.perf_counter()
     loaded = random_model(config, device=device)
@@ -191,8 +200,10 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
 
 
 def _digest(engine: Engine, steps: int, company: int = 0) -> str:
-    """sha256 over the logits of every sampled token of a fixed mix of requests. company: so many
-    other requests run beside them, and do not count."""
+    """Returns the sha256 over the logits of every sampled token of a fixed mix of requests.
+
+    - `company`: other requests that run beside them and do not count.
+    """
     totals: dict[int, Any] = {}
 
     def record(step) -> None:

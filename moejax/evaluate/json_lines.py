@@ -1,4 +1,4 @@
-"""Files of JSON lines that a killed process leaves whole."""
+"""Files of JSON lines that stay whole if a process is killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LineFile:
         self._size = os.fstat(self.descriptor).st_size
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Puts a line on the disk whole, or, where the process is killed, a piece of it, which the
-        next `open_line_file` cuts off. Raises UserError where it cannot be written, and where
-        another program has removed, moved or changed the file meanwhile."""
+        """Writes a whole line to the disk. If the process is killed, a piece of the line may stay,
+        which the next `open_line_file` cuts off. Raises UserError if the line cannot be written,
+        and if another program has removed, moved or changed the file."""
         rest = memoryview(f"{json.dumps(line)}\n".encode())
         self._size += len(rest)
         try:
@@ -50,9 +50,12 @@ class LineFile:
 def open_line_file(
     name: str | os.PathLike[str], read: Callable[[bytes], list[dict[str, Any]]]
 ) -> Iterator[LineFile]:
-    """The file, locked while it is open, without a torn last line. read: the lines of its bytes;
-    what it raises leaves the file as it is. Raises UserError for a file that another process writes
-    or that cannot be opened."""
+    """Opens the file without a torn last line, and locks it while it is open.
+
+    - `read`: returns the lines of its bytes; an error that it raises leaves the file unchanged.
+
+    Raises UserError for a file that another process writes or that cannot be opened.
+    """
     try:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -70,8 +73,8 @@ def open_line_file(
 def read_line_file(
     name: str | os.PathLike[str], read: Callable[[bytes], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The lines of a file; a torn last one is none. Raises UserError for a file that cannot be
-    read, and what `read` raises."""
+    """Returns the lines of a file, without a torn last line. Raises UserError for a file that
+    cannot be read, and what `read` raises."""
     try:
         return read(Path(name).read_bytes())
     except OSError as error:
@@ -81,8 +84,12 @@ def read_line_file(
 def parsed_lines(
     name: str | os.PathLike[str], data: bytes, wrong: str, advice: str, keys: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """The objects in the whole lines of a file's bytes. Raises UserError for a line that is none,
-    or lacks one of the keys: it is `wrong`, and what to do is `advice`."""
+    """Returns the objects in the whole lines of a file's bytes.
+
+    - `wrong`, `advice`: for the message, what a bad line is and what to do.
+
+    Raises UserError for a line that is no object or lacks one of the keys.
+    """
     lines = []
     for number, raw in enumerate(data[: whole_bytes(data)].splitlines(), 1):
         try:
@@ -99,5 +106,5 @@ def parsed_lines(
 
 
 def whole_bytes(data: bytes) -> int:
-    """How many bytes the whole lines are."""
+    """Returns how many bytes the whole lines have."""
     return data.rfind(b"\n") + 1

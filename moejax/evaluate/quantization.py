@@ -1,4 +1,4 @@
-"""Versions that a checkpoint gets beside its dense experts: `moejax quantize`."""
+"""Makes versions of a checkpoint's experts beside its dense ones: `moejax quantize`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ from moejax.models.directory import checkpoint_directory
 
 @dataclasses.dataclass(frozen=True)
 class WrittenVersion:
-    """quantizer: how it was made. record_bytes: of an expert. errors: by MoE layer, ‖W − Ŵ‖/‖W‖
-    of each expert. dense_layers: MoE layers that it cannot hold without loss, which it lacks."""
+    """A version that was written.
+
+    - `quantizer`: how it was made.
+    - `record_bytes`: bytes of an expert.
+    - `errors`: by MoE layer, ‖W − Ŵ‖/‖W‖ of each expert.
+    - `dense_layers`: MoE layers that it cannot hold without loss, which it lacks.
+    """
 
     quantizer: str
     record_bytes: int
@@ -38,14 +43,17 @@ class WrittenVersion:
 
     @property
     def layer_errors(self) -> list[float]:
-        """By layer, the mean over its experts; 0 where they stay dense."""
+        """Returns the mean error over the experts of each layer; 0 if they stay dense."""
         errors = self.errors | dict.fromkeys(self.dense_layers, (0.0,))
         return [float(np.mean(errors[layer])) for layer in sorted(errors)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What `quantize` did. dense_bytes: of an expert's dense record."""
+    """The result of `quantize`.
+
+    - `dense_bytes`: bytes of an expert's dense record.
+    """
 
     conversion: Conversion
     dense_bytes: int
@@ -59,18 +67,18 @@ def quantize(
     quantizer: str = "rtn",
     progress: Callable[[int, int], None] | None = None,
 ) -> Quantization:
-    """Writes the checkpoint `source` as one of our Orbax format with these versions of its experts
-    beside the dense one.
+    """Writes the checkpoint `source` in our Orbax format with these versions of its experts beside
+    the dense one.
 
-    - `source`: a Hugging Face directory, or what `moejax convert` or `moejax quantize` wrote; of
-      the latter, versions that are not named are left out.
+    - `source`: a Hugging Face directory, or what `moejax convert` or `moejax quantize` wrote;
+      versions of the latter that are not named are left out.
     - `quantizer`: one of QUANTIZERS, for int versions.
     - `progress`: called with (done, total) bytes.
 
-    Host memory, and what happens after an interruption: as in convert. Of lossless12, layers with
-    an expert that it cannot hold are left out, and the manifest says so. Raises UserError for what
-    check_versions refuses, for experts that a lossy version cannot hold, for lossless12 where every
-    layer is left out, and as convert does.
+    Host memory and interruptions are as in convert. Layers with an expert that lossless12 cannot
+    hold are left out of it, and the manifest says so. Raises UserError like check_versions and
+    convert, for experts that a lossy version cannot hold, and for lossless12 if every layer is left
+    out.
     """
     check_quantizer(quantizer)
     src = checkpoint_directory(source)

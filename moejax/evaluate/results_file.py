@@ -15,12 +15,12 @@ from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, r
 def open_lines(
     name: str, asked: Mapping[str, Any], *, resume: bool
 ) -> AbstractContextManager[LineFile]:
-    """The file, locked while it is open.
+    """Opens the file, and locks it while it is open.
 
     - `asked`: what decides the figures, as plain data for JSON; each line has it.
-    - `resume`: go on after the lines that are there.
+    - `resume`: continue after the lines that are there.
 
-    Raises UserError for a file that another process writes, for something else than results, for
+    Raises UserError for a file that another process writes, for other content than results, for
     results of other options, naming the option, and, without `resume`, for any results.
     """
 
@@ -36,8 +36,8 @@ def open_lines(
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
-    """The results in a file; a torn last line is none. Raises UserError for a file that cannot be
-    read or is something else."""
+    """Returns the results in a file, without a torn last line. Raises UserError for a file that
+    cannot be read or has other content."""
     lines = read_line_file(name, functools.partial(_parse, name))
     if not lines:
         raise UserError(f"{name} has no results; moejax eval --output writes them")
@@ -45,7 +45,10 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 def require_same_weights(name: str, line: Mapping[str, Any], now: str) -> None:
-    """Raises UserError for the line of a step that has other weights now, by a fingerprint."""
+    """Raises UserError for the line of a step whose weights have changed.
+
+    - `now`: fingerprint of the step's present weights.
+    """
     if line.get("weights", now) != now:
         raise UserError(
             f"{name} has results of step {line['step']} with other weights than it has now; give "
@@ -62,7 +65,7 @@ def _parse(name: str, data: bytes) -> list[dict[str, Any]]:
 
 
 def _require_same(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError that names the first option by which the results differ."""
+    """Raises UserError, naming the first option by which the results differ."""
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Files of token ids, as training programs keep their data."""
+"""Reads files of token ids, the form in which training programs keep data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from moejax.errors import UserError, shown
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
-"""What a .bin file may hold, little-endian; uint16 is that of nanoGPT's train.bin."""
+"""Types of a .bin file, little-endian; uint16 is that of nanoGPT's train.bin."""
 
 _JSON_FIELDS = ("input_ids", "token_ids", "tokens")
 _EXAMPLES = (
@@ -36,10 +36,12 @@ class TokenIds:
 
 
 def read_token_ids(path: str | os.PathLike[str], dtype: str = "uint16") -> TokenIds:
-    """The documents of a file, whose name's end says its format (.npy, .bin, .jsonl).
+    """Reads the documents of a file, whose suffix says its format (.npy, .bin, .jsonl).
 
-    dtype: of a .bin file, one of DTYPES. Raises UserError for another ending or dtype, and for a
-    file that is empty, cannot be read or does not hold what its name says.
+    - `dtype`: of a .bin file, one of DTYPES.
+
+    Raises UserError for another suffix or dtype, and for a file that is empty, cannot be read or
+    has other content than its suffix says.
     """
     if dtype not in DTYPES:
         raise UserError(f"token_dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")

@@ -1,7 +1,6 @@
-"""Grids on a cluster: parts of a grid are tasks of Ray, and one process writes their records.
-
-What is measured runs first, each engine's runs on a node that Ray gives to nothing else, and one at
-a time on a machine, whatever Ray takes for a node; what is counted runs then, many parts at once.
+"""Runs grids on a cluster: parts of a grid are tasks of Ray, and one process writes their records.
+Measured cells run first: each engine's runs on a node that Ray gives to nothing else, and one at a
+time on a machine, even if it has several nodes of Ray. Counted cells run then, many parts at once.
 """
 
 from __future__ import annotations
@@ -28,17 +27,20 @@ from moejax.serve.cluster.ray_cluster import Node, explain_end, nodes, require_r
 from moejax.serve.cluster.workers import ANSWER_S, BEAT_S, MOST_ENDS, PLACE_S, Scale
 
 SILENT_S = 7200.0
-"""How long no run of a grid may end, before the grid does."""
+"""Seconds without the end of a run after which the grid ends."""
 
 BEAT, BEGUN = "beat", "begun"
-"""What a task yields in place of a file's name: where it runs, every BEAT_S; the run that it is at,
-as a record without columns."""
+"""What a task yields in place of a file's name: BEAT, with the task's place, every BEAT_S; BEGUN,
+with the current run as a record without columns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of `count` equal parts of what a grid lacks. measured: of what is measured, engine by
-    engine; else of what is counted, run by run."""
+    """One of `count` equal parts of the runs that a grid lacks.
+
+    - `measured`: whether it has measured runs, engine by engine; otherwise counted runs, run by
+      run.
+    """
 
     number: int
     count: int
@@ -48,13 +50,15 @@ class Part:
 def run_part(
     asked: Mapping[str, Any], home: str, part: Part, done: set[tuple[Any, ...]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a part, each with the name of its file, BEAT or BEGUN. A task of Ray, which
-    needs the model, the texts and the policies' files at the paths that the definition gives, and
-    nothing of the directory of results.
+    """Yields the lines of a part, each with the name of its file, BEAT or BEGUN. This is a task of
+    Ray. It needs the model, the texts and the policies' files at the paths that the definition
+    gives, and nothing of the directory of results.
 
-    asked: what the definition says, with digests of its files. home: the directory that relative
-    paths begin at. done: keys of the runs that are left out. Raises UserError for a definition or a
-    file that is another one here.
+    - `asked`: what the definition says, with digests of its files.
+    - `home`: the directory that relative paths begin at.
+    - `done`: keys of the runs that are left out.
+
+    Raises UserError for a definition or a file that differs on this machine.
     """
     lines: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
     with ThreadPoolExecutor(1) as pool:
@@ -98,7 +102,8 @@ def _run(
 
 @contextlib.contextmanager
 def _measure_alone() -> Iterator[None]:
-    """One measurement at a time on a machine: several nodes of Ray, or two grids, may be on one."""
+    """Holds a lock for one measurement at a time on a machine, which several nodes of Ray, or two
+    grids, may share."""
     path = Path(tempfile.gettempdir()) / f"moejax-{os.getuid()}-measuring.lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -116,14 +121,15 @@ def cluster_ablate(
     changes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Records:
-    """`ablate` on a connected cluster: the same records, but for their order, times and sessions,
-    in the same files, so that either command goes on with what the other began.
+    """Runs `ablate` on a connected cluster: the same records in the same files, except for their
+    order, times and sessions, so either command continues what the other began.
 
-    scale: `workers` are the parts of what is counted. What is measured has a node for itself, and
-    all of an engine's runs one node, so that repeats are compared on one machine. A run that ends
-    MOST_ENDS tasks is a record with an error. Raises UserError as ablate does, where tasks end
-    before a run begins, where one does not answer for ANSWER_S, where Ray starts none for PLACE_S,
-    and where no run ends for SILENT_S.
+    - `scale`: `workers` is the number of parts of the counted runs. A measured run has a node for
+      itself, and all runs of an engine have one node, so that repeats are compared on one machine.
+
+    A run that ends MOST_ENDS tasks becomes a record with an error. Raises UserError like ablate; if
+    tasks end before a run begins; if a task does not answer for ANSWER_S; if Ray starts none for
+    PLACE_S; and if no run ends for SILENT_S.
     """
     experiment, root = read_experiment(definition, changes), Path(directory)
     asked, home = _with_whole_paths(experiment), str(experiment.home)
@@ -154,8 +160,12 @@ def cluster_ablate(
 
 @dataclasses.dataclass
 class _Task:
-    """A part's task. heard: when it last answered; None: it has not begun. run: that it is at.
-    ends: tasks of the part that ended since a run did."""
+    """A part's task.
+
+    - `heard`: when it last answered; None: it has not begun.
+    - `run`: the run that it is at.
+    - `ends`: tasks of the part that ended since a run did.
+    """
 
     part: Part
     ends: int = 0
@@ -167,8 +177,11 @@ class _Task:
 def _lines_of(
     parts: Iterable[Part], start: Callable[[Part], Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of parts as they come. start: starts a task of a part, of what is left of it now.
-    Ray would start it again as it began, and leave out as many lines as have come."""
+    """Yields the lines of parts as they come.
+
+    - `start`: starts a task of a part, of what is left of it now. Ray itself would start the same
+      task again and skip as many lines as have come.
+    """
     ray, tasks = require_ray(), {start(part): _Task(part) for part in parts}
     again = "the same command goes on from the records that are there"
     ended = heard = time.monotonic()
@@ -225,8 +238,8 @@ def _lines_of(
 
 
 def useful_nodes(experiment: Experiment) -> list[Node]:
-    """The nodes that runs can be on: those with GPUs where there are any and the grid wants one;
-    without GPUs where it wants none."""
+    """Returns the nodes that runs can be on: those with GPUs if there are any and the grid wants
+    one; those without GPUs if it wants none."""
     alive = [node for node in nodes() if node.cpus >= 1]
     wants_gpu = not experiment.drawn and experiment.options.get("device") != "cpu"
     without = [dataclasses.replace(node, gpus=0.0) for node in alive]
@@ -234,8 +247,8 @@ def useful_nodes(experiment: Experiment) -> list[Node]:
 
 
 def task_options(part: Part, experiment: Experiment, scale: Scale) -> dict[str, Any]:
-    """Ray's options of a part's task: a whole node for what is measured, some CPUs for what is
-    counted."""
+    """Returns Ray's options of a part's task: a whole node for measured runs, some CPUs for counted
+    ones."""
     options: dict[str, Any] = {"max_retries": 0, "max_calls": 1, "scheduling_strategy": "SPREAD"}
     useful = useful_nodes(experiment)
     if part.measured and useful:
@@ -249,7 +262,7 @@ def task_options(part: Part, experiment: Experiment, scale: Scale) -> dict[str, 
 
 
 def _with_whole_paths(experiment: Experiment) -> dict[str, Any]:
-    """What is asked, with paths that do not depend on the working directory."""
+    """Returns the definition with paths that do not depend on the working directory."""
     asked = experiment.asked
     whole = lambda text: os.path.abspath(text) if os.path.exists(text) else text  # noqa: E731
     options = {n: whole(v) if isinstance(v, str) else v for n, v in asked["options"].items()}

@@ -1,4 +1,4 @@
-"""Perplexity on the workers of a cluster: windows of all texts are shared out."""
+"""Perplexity on the workers of a cluster, which share the windows of all texts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from moejax.serve.llm import LLM
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """What a worker's model says of the texts and of itself. together: windows that fill two
-    prefill steps."""
+    """The texts and the model's report, as a worker prepared them.
+
+    - `together`: windows that fill two prefill steps.
+    """
 
     window: int
     stride: int
@@ -83,9 +85,9 @@ def cluster_perplexity(
     progress: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> PerplexityResult:
-    """`perplexity` on the workers of a connected cluster: the same bits, however many there are.
-    What it says of the run is of one worker, and the number of all; costs are sums over workers,
-    seconds are wall-clock time. Raises UserError as perplexity does."""
+    """Computes `perplexity` on the workers of a connected cluster, with the same bits for any
+    number of workers. The report of the run is one worker's, with the number of workers. Costs are
+    sums over workers, seconds are wall-clock time. Raises UserError like perplexity."""
     began = time.perf_counter()
     with Workers(worker_options(Scorer, model, options, scale), warn) as workers:
         prepare = functools.partial(
@@ -94,7 +96,7 @@ def cluster_perplexity(
         ((_, prepared),) = workers.run([prepare])
         if isinstance(prepared, UserError):
             raise prepared
-        # With log-probabilities of their own: what Ray brings is read-only.
+        # Copy the log-probabilities, since arrays from Ray are read-only.
         encoded = [dataclasses.replace(text) for text in prepared.texts]
         windows = [(text, w) for text in encoded for w in text.windows]
         total, scored = sum(w.end - w.first for _, w in windows), 0
@@ -107,7 +109,7 @@ def cluster_perplexity(
                 scored += sum(map(keep_scores, *zip(*part, strict=True), scores))
                 report(scored)
         stats = [worker["stats"] for worker in workers.stats()]
-    # What a lost worker did is not among them, nor when each of them compiled.
+    # They lack the work of lost workers, and when each worker compiled.
     cost = cost_report(time.perf_counter() - began, 0.0, encoded, stats)
     run = {**prepared.run, **cost, "workers": len(stats)}
     found = tuple(map(likelihood, encoded))

@@ -37,7 +37,8 @@ from moejax.step.step_parts import TRACE_ARRAYS
 from pallas_kernels.option_text import parse_pairs
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
-"""What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
+"""Decisions that a policy of a grid may not make, since its engine's arena is that of the largest
+budget."""
 
 TRAIN, RUN, ORACLE = "train", "run", "oracle"
 
@@ -45,8 +46,8 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {
     **POLICIES.fits,
     **PREFETCH.fits,
 }
-"""Name → what makes the policy of NAME=train from a trace of the texts' training part; ExpertFlow's
-takes the model's routers too."""
+"""By name, what makes the policy of NAME=train from a trace of the texts' training part;
+ExpertFlow's takes the model's routers too."""
 
 _MAPS = {"probs", "embedding"}
 
@@ -57,7 +58,7 @@ _LEARNED_FROM = {
     "learned": {"gate_input"},
     "promoe": {"gate_input"},
 }
-"""Name → what such a trace must have beside the routing."""
+"""By name, what such a trace must have beside the routing."""
 
 
 def _mv_wsa(
@@ -75,8 +76,8 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
     "mv_wsa=train": functools.partial(_mv_wsa, trace=TRAIN),
     "peak_headroom": PeakHeadroom,
 }
-"""Name → policies that move the line between experts and KV, in grids of conversations; MvWsa is
-told the prices and, where it says `train`, a trace when a run begins."""
+"""Policies by name that move the line between experts and KV, in grids of conversations. MvWsa gets
+the prices and, with `train`, a trace when a run begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,13 @@ class Later:
     settings: Mapping[str, Any]
 
     def make(self, trace: Trace, router: np.ndarray | None) -> Policy:
-        """The policy. router: float32[L, D, E], which forests alone need. Those take minutes, so
-        they are kept beside the trace and read again. Raises what its fit does."""
+        """Returns the policy. Forests take minutes to fit, so they are kept beside the trace and
+        read again.
+
+        - `router`: float32[L, D, E], which forests alone need.
+
+        Raises what the policy's fit raises.
+        """
         if self.name != expertflow.NAME:
             return LEARNERS[self.name](trace, **self.settings)
         assert router is not None  # definitions without a model are refused: no gate inputs
@@ -106,13 +112,13 @@ class Arm:
     given: tuple[Policy | Later, ...] = ()
     """The policies of the name, in its order."""
     files: tuple[tuple[str, str], ...] = ()
-    """Files that it was read from, with their SHA-256: another content is another experiment."""
+    """Files that it was read from, with their SHA-256. Other content makes another experiment."""
     shared: bool = False
     """Whether it may move the line between experts and KV."""
 
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
-        """Its policies, eviction first; before it has learned none that learns."""
+        """Its policies, eviction first; without policies that have not learned yet."""
         return with_eviction(None, [one for one in self.given if not isinstance(one, Later)])[1]
 
     @property
@@ -130,8 +136,12 @@ class Arm:
         return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
 
     def teach(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
-        """This arm with what `trace` teaches. router: float32[L, D, E] of its model, None where
-        there is none. Raises UserError for a trace of no use."""
+        """Returns this arm with what `trace` teaches.
+
+        - `router`: float32[L, D, E] of its model; None without a model.
+
+        Raises UserError for a trace that cannot be used.
+        """
         if not self.learns:
             return self
         with user_errors(where=f"policy {self.name!r}: "):
@@ -173,7 +183,7 @@ class Arm:
         return any(map(wants_pool, self.policies))
 
     def learned_bytes(self, spec: Spec) -> int:
-        """Bytes of what it learned or may learn, which are memory that experts do not get."""
+        """Returns the bytes of what it learned or may learn, which experts do not get."""
         return learned_bytes(self.policies, spec)
 
     @property
@@ -198,14 +208,16 @@ class Arm:
 
 
 def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
-    """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
-    with settings if wanted, `mixtral-offloading,count=1`; several with + between them. LRU evicts
-    where none of them does. NAME=train learns from the texts' training part; oracle=run is a
-    control that knows the run.
+    """Returns the arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or
+    FILE.py:CLASS, each with optional settings, `mixtral-offloading,count=1`; several with + between
+    them. LRU evicts if none of them does. NAME=train learns from the texts' training part;
+    oracle=run is a control that knows the run.
 
-    home: where files that are not absolute are. shared: experts and KV share a memory, whose line
-    policies may move (MOVERS too). Raises UserError for what is none of these, for policies that
-    cannot run together, and for whatever a file of policies raises.
+    - `home`: where relative files are.
+    - `shared`: whether experts and KV share a memory, whose line policies may move (MOVERS too).
+
+    Raises UserError for an unknown text, for policies that cannot run together, and for whatever a
+    file of policies raises.
     """
     where = f"policy {text!r}: "
     found = [_read_policy(part.strip(), where, home, shared) for part in text.split(" + ")]
@@ -282,8 +294,8 @@ def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits; of a trace's directory that of its trace.json,
-    which has the trace's id. Raises UserError where it cannot be read."""
+    """Returns the SHA-256 of a file, as hexadecimal digits; for a trace's directory that of its
+    trace.json, which has the trace's id. Raises UserError if it cannot be read."""
     path = path / "trace.json" if path.is_dir() else path
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,5 +1,5 @@
-"""The engine of some cells of a grid: one start and one compilation, other policies and budgets by
-contents of tables. Of routing without a model only its traces."""
+"""Runs some cells of a grid with one engine: one start and one compilation, with other policies and
+budgets as contents of tables. Routing without a model has only traces."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ VERSION_COLUMNS = (
     *("hi", "lo", "absent", "promotions", "demotions", "deferred"),
     *("promoted_bytes", "demoted_bytes", "budget_bytes", "peak_bytes"),
 )
-"""Columns of experts in two versions: how many are in which, and what transitions came to."""
+"""Columns of experts in two versions: how many are in which, and the result of transitions."""
 
 Place = tuple[str, int, int, int]
-"""Which routing is a cell's: text, batch, prompt tokens, seed."""
+"""The routing of a cell: text, batch, prompt tokens, seed."""
 
 
 @contextlib.contextmanager
 def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel]:
-    """The model in a precision; leaving the context frees it."""
+    """Loads the model in a precision; leaving the context frees it."""
     budget = experiment.budgets[0] if experiment.is_mixed(precision) else None
     group = Group("device", precision, NO_LINK, max(experiment.batch), frozenset(), budget)
     options = experiment.engine_options(group)
@@ -103,8 +103,11 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel
 def engine_bench(
     experiment: Experiment, group: Group, loaded: LoadedModel, root: Path
 ) -> Iterator[EngineBench]:
-    """The bench of a group, with everything compiled that its arms may ask for and the machine's
-    rates measured; leaving the context frees its arena, not the model. root: of traces."""
+    """Starts the bench of a group, with everything compiled that its arms may ask for and the
+    machine's rates measured. Leaving the context frees its arena, not the model.
+
+    - `root`: directory of traces.
+    """
     options = experiment.engine_options(group)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
     device = select_device(options.runtime.device, options.runtime.threads)
@@ -126,7 +129,10 @@ def engine_bench(
 
 
 class EngineBench:
-    """An engine that runs the cells of a group, one after the other. root: of traces."""
+    """An engine that runs the cells of a group, one after the other.
+
+    - `root`: directory of traces.
+    """
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class EngineBench:
     def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Records the routing of the runs' prompts, which no policy and no budget changes, and runs
         each policy once, so that no record has a first step. Returns what the start took, as plain
-        data. Raises UserError for what is wrong with all runs."""
+        data. Raises UserError for an error of all runs."""
         runner = self.engine.runner
         cells = [
             cell for cell, _ in runs if not self.mixed and cell.mode not in ("quality", PRICED)
@@ -159,7 +165,7 @@ class EngineBench:
         if any(cell.mode == "predicted" for cell in cells):
             self._costs = _costs(self.experiment, next(iter(self._traces.values())))
         for cell in measured.values():
-            # What it raises is for its record to say.
+            # Its own record reports its error.
             with contextlib.suppress(Exception):
                 self._begin(cell, self.experiment.arm_of(cell))
                 run(self.engine, self._prompts.workload(cell, warm_up=True))
@@ -167,7 +173,8 @@ class EngineBench:
         return {**self._started, "executables": len(runner.executables())}
 
     def columns(self, cell: Cell) -> dict[str, Any]:
-        """The columns of one run of a cell, from a cold start. Raises what goes wrong in it."""
+        """Returns the columns of one run of a cell, from a cold start. Raises any error
+        of the run."""
         arm, runner = self.experiment.arm_of(cell), self.engine.runner
         if cell.mode == "quality":
             return {"texts": [self._score(text) for text in self.experiment.sources]}
@@ -183,8 +190,8 @@ class EngineBench:
         return {**columns, "compiled": len(runner.executables()) - compiled}
 
     def _begin(self, cell: Cell, arm: Arm) -> dict[str, Any]:
-        """Nothing resident, no KV held, and the policies as new; with two versions of experts the
-        engine is as it started. Returns columns of what the budget came to."""
+        """Resets the engine: nothing resident, no KV held, and new policies; with two versions of
+        experts the engine is as it started. Returns columns of the budget's result."""
         if self.mixed:
             return _mixed_columns(self.plan)
         cells, columns = self.terms.grant(cell.budget, arm)
@@ -196,15 +203,15 @@ class EngineBench:
         return columns
 
     def _split(self, cells: Sequence[int]) -> None:
-        """All memory that experts do not get is KV's, which holds nothing."""
+        """Gives KV all memory that experts do not get. KV holds nothing then."""
         engine, arena = self.engine, self.engine.scheduler.arena
         engine.control = engine.hooks = None
         engine.set_budget([0] * len(cells), arena.slots)
         engine.set_budget(cells, arena.slots - sum(cells))
 
     def _tell(self, policy: Policy, cell: Cell, cells: Sequence[int]) -> Policy:
-        """MvWsa with the grid's prices, and with a trace of other conversations of the same kind,
-        under the budget held, where it begins with one."""
+        """Gives MvWsa the grid's prices and, if it begins with a trace, one of other conversations
+        of the same kind with the budget held."""
         if not isinstance(policy, MvWsa):
             return policy
         policy = dataclasses.replace(policy, costs=self.experiment.stated_prices.costs)
@@ -225,8 +232,8 @@ class EngineBench:
     def record(
         self, workload: Workload, directory: Path, cells: Sequence[int] | None = None
     ) -> Trace:
-        """The trace of a workload's routing; recorded with LRU and so many cells of each layer, all
-        by default, where it is not there yet."""
+        """Returns the trace of a workload's routing. If it is not there yet, records it with LRU
+        and so many cells of each layer, by default all."""
         if directory.exists():
             trace = read_trace(directory)
             if trace.complete:
@@ -248,10 +255,10 @@ class EngineBench:
         return read_trace(directory)
 
     def _score(self, text: str) -> dict[str, Any]:
-        """The quality of a text: its perplexity in windows of as many tokens as the engine has room
-        for, and each window's bits, by which two are compared. Of two versions in one run over all
-        texts in their order, from what the start laid out, else each from a cold start. Raises
-        UserError for log-probabilities that are not finite."""
+        """Returns the quality of a text: its perplexity in windows of as many tokens as the engine
+        has room for, and each window's bits, by which two texts are compared. Two versions are
+        scored in one run over all texts in their order, from what the start laid out; otherwise
+        each text from a cold start. Raises UserError for log-probabilities that are not finite."""
         if not self.mixed:
             self.engine.begin_anew(self.plan.spec, (), self.plan.cells)
         engine, ids = self.engine, self._prompts.quality_tokens(text)
@@ -278,7 +285,7 @@ class EngineBench:
         }
 
     def _versions(self) -> dict[str, Any]:
-        """How many experts have which of two versions, and what transitions came to."""
+        """Returns how many experts have which of two versions, and the result of transitions."""
         if not self.mixed:
             return {}
         control = self.engine.control
@@ -293,7 +300,7 @@ class EngineBench:
 
 
 def _mixed_columns(plan: StartPlan) -> dict[str, Any]:
-    """Columns of what a start came to that laid out cells of two versions."""
+    """Returns the columns of a start that laid out cells of two versions."""
     experts = plan.spec.experts
     cells = [experts] * plan.spec.layers  # every expert is resident in one of them
     if isinstance(plan.mixed, PagedSpec):
@@ -303,14 +310,17 @@ def _mixed_columns(plan: StartPlan) -> dict[str, Any]:
 
 
 class TraceBench:
-    """Routing without a model in the place of an engine. root: of traces."""
+    """Routing without a model in the place of an engine.
+
+    - `root`: directory of traces.
+    """
 
     def __init__(self, experiment: Experiment, root: Path):
         self.experiment, self._root = experiment, root
         self._known: dict[Place, tuple[Terms, Mapping[str, Arm], Trace, CostModel | None]] = {}
 
     def prepare(self, runs: Sequence[Run]) -> None:
-        """Draws and teaches. Raises UserError for what is wrong with all runs."""
+        """Draws the routing and teaches the policies. Raises UserError for an error of all runs."""
         for cell, _ in runs:
             if _place(cell) not in self._known:
                 routing, output = self.experiment.drawn[cell.text], self.experiment.output_tokens
@@ -324,14 +334,14 @@ class TraceBench:
                 self._known[_place(cell)] = known
 
     def columns(self, cell: Cell) -> dict[str, Any]:
-        """The columns of a cell. Raises what goes wrong in it."""
+        """Returns the columns of a cell. Raises any error of the cell."""
         terms, arms, trace, costs = self._known[_place(cell)]
         return count_cell(terms, cell, arms.get(cell.policy) or Arm(cell.policy), trace, costs)
 
 
 def teach_from_routing(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
-    """The arms, taught by routing of a cell's place: as many tokens as the prompts have, all in
-    decode steps. Raises UserError for routing that is not drawn."""
+    """Returns the arms, taught by routing of a cell's place: as many tokens as the prompts have,
+    all in decode steps. Raises UserError for routing that is not drawn."""
     if not any(arm.learns for arm in experiment.read_arms.values()):
         return experiment.arms
     routing, most = experiment.drawn[cell.text], max(experiment.batch)
@@ -345,9 +355,9 @@ def teach_from_routing(experiment: Experiment, cell: Cell, root: Path) -> Mappin
 
 
 def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: Path) -> None:
-    """Has the costs of a group's steps measured and kept as `moejax calibrate` does, where they are
-    not yet: by an engine of its own, with room for all experts and without a link, which
-    predictions take as given. Raises UserError as calibrate does."""
+    """Measures and keeps the costs of a group's steps like `moejax calibrate`, unless they are
+    kept: by an engine of its own, with room for all experts and without a link, which predictions
+    take as given. Raises UserError like calibrate."""
     whole = dataclasses.replace(experiment, budgets=("100%",))
     plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset())
     plan, _ = dry_run(whole.engine_options(plain))
@@ -358,7 +368,7 @@ def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: 
 
 
 def _costs(experiment: Experiment, trace: Trace) -> CostModel:
-    """What predicted cells are priced by. Raises UserError where nothing was measured."""
+    """Returns the costs of predicted cells. Raises UserError if none were measured."""
     file = None if experiment.costs == MEASURE else experiment.costs
     with user_errors(where="modes: predicted (costs: FILE names what was measured): "):
         return costs_of_trace(trace, file)

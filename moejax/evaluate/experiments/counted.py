@@ -1,5 +1,5 @@
-"""Cells without an engine: what the routing of a run would have moved, and what that would have
-taken."""
+"""Counts cells without an engine: what the routing of a run would have moved, and how long that
+would have taken."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from moejax.sizes import parse_rate
 def count_cell(
     terms: Terms, cell: Cell, arm: Arm, trace: Trace, costs: CostModel | None
 ) -> dict[str, Any]:
-    """The columns of a cell of mode simulated, predicted or bound, with the routing of `trace`:
-    counts that the engine has, and what counting took (`wall_s`), or by `costs` its times."""
+    """Returns the columns of a cell of mode simulated, predicted or bound, with the routing of
+    `trace`: counts that the engine has, and the time of counting (`wall_s`), or its times by
+    `costs`."""
     if cell.mode == "bound":
         return _bound(terms, cell, arm, trace)
     cells, granted = terms.grant(cell.budget, arm)
@@ -63,7 +64,7 @@ def count_cell(
 
 
 def _link_bytes(spec: Spec) -> np.ndarray:
-    """int64[L]: what an expert of each layer moves over the link."""
+    """Returns the bytes that an expert of each layer moves over the link, int64[L]."""
     return next(iter(spec.link_bytes.values()))
 
 
@@ -79,9 +80,9 @@ def _counts(found: Simulation, spec: Spec) -> dict[str, int]:
 
 
 def _bound(terms: Terms, cell: Cell, arm: Arm, trace: Trace) -> dict[str, Any]:
-    """The columns of MIN, the fewest experts that any policy can move in the decode steps, whatever
-    the prefill left; None below the largest step set, where no bound is claimed. `pool_misses`: the
-    same for policies that move cells between layers."""
+    """Returns the columns of MIN, the fewest experts that any policy can move in the decode steps,
+    whatever the prefill left; None below the largest step set, for which no bound is claimed.
+    `pool_misses` is the same for policies that move cells between layers."""
     cells, granted = terms.grant(cell.budget, arm)
     references = read_references(trace, "decode")
     try:

@@ -49,7 +49,7 @@ NO_LINK = "none"
 """The link rate of a grid without a link: experts move within steps, as fast as memory is."""
 
 TEXTS = ("story", "math", "code")
-"""Texts in the package; moejax/evaluate/experiments/texts/README.md says whose they are."""
+"""Texts in the package; moejax/evaluate/experiments/texts/README.md names their sources."""
 
 MEASURE = "measure"
 """The costs of predicted cells are measured before the first such cell, unless they are kept."""
@@ -190,7 +190,7 @@ MEANINGLESS: Mapping[str, Sequence[str]] = {
         "modes",
     ),
 }
-"""Key → keys that have no meaning beside it."""
+"""Keys that have no meaning beside another key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Cell:
 
 
 Run = tuple[Cell, int]
-"""A cell and its repeat; what is counted and not measured has the one repeat 0."""
+"""A cell and its repeat. A counted cell, which is not measured, has only repeat 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,10 +225,10 @@ class Group:
     arrays: frozenset[str]
     """Arrays that its steps output for policies; such steps are compiled apart, and slower."""
     budget: str | None = None
-    """The budget of experts in two versions, which each start lays out anew; None: any."""
+    """The budget of experts in two versions, for which each start lays out cells; None: any."""
     run: Run | None = None
-    """With two versions the one run that it is for, since no contents of tables bring back what a
-    start laid out."""
+    """The one run of this engine with two versions, since no contents of tables restore the layout
+    of a start."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,15 +239,15 @@ class Experiment(Definition):
     """The directory that relative paths begin at."""
     arms: Mapping[str, Arm]
     read_arms: Mapping[str, Arm]
-    """The arms before they learned: drawn routing teaches them at each place anew."""
+    """The arms before they learn. Drawn routing teaches them at each place again."""
     mixes: Mapping[str, Mix]
-    """What each precision is, and dense, which others learn with."""
+    """Each precision, and dense, with which other precisions learn."""
     sources: Mapping[str, Path]
-    """Text, as cells name it, → its file."""
+    """The file of each text, by its name in cells."""
     drawn: Mapping[str, GeneratedRouting]
-    """Name → routing without a model, in place of texts; empty: texts it is."""
+    """Routing without a model by name, in place of texts; empty: the grid has texts."""
     sessions: Mapping[str, tuple[SessionKind, ...]]
-    """Name → what is played in place of texts; empty: texts it is."""
+    """Conversations by name, in place of texts; empty: the grid has texts."""
 
     @property
     def learns(self) -> bool:
@@ -260,7 +260,7 @@ class Experiment(Definition):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What decides the records, as plain data: the definition, and its files' digests."""
+        """What decides the records, as plain data: the definition, and digests of its files."""
         found = {name: getattr(self, name) for name in KEYS}
         found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
         files = {name: file_digest(path) for name, path in self.sources.items()}
@@ -289,14 +289,14 @@ class Experiment(Definition):
         return DRIVERS if others and arm.name == self.baseline else ("device",)
 
     def is_mixed(self, precision: str) -> bool:
-        """Whether experts have two versions then: cells are laid out at a start, once for each
-        budget, and what lies in them is the precision's to decide."""
+        """Whether experts have two versions with this precision. Then each start lays out cells for
+        one budget, and the precision decides what lies in them."""
         return self.mixes[precision].precision.mixed
 
     def cells(self) -> Iterator[Cell]:
-        """All places of the grid: those of one engine together, and in them those of one text, so
-        that policies take turns within each repeat. With two versions of experts there is one
-        policy, the baseline."""
+        """Yields all places of the grid: those of one engine together, and within them those of one
+        text, so that policies alternate within each repeat. With two versions of experts there is
+        one policy, the baseline."""
         places = self.routing or self.conversations or tuple(self.sources)
         outer = (
             (PRICED,) if self.conversations else self.modes,
@@ -315,8 +315,8 @@ class Experiment(Definition):
                 yield cell
 
     def runs(self) -> dict[Group, list[Run]]:
-        """All runs, by the engine that they are for, in the order in which they run: quality and
-        MIN of each place, then repeat after repeat, in each of them the policies by turns."""
+        """Returns all runs, by their engine, in the order in which they run: quality and MIN of
+        each place, then repeat after repeat, with alternating policies."""
         found: dict[Group, list[Run]] = {}
         extra: set[Any] = set()
         for cell in self.cells():
@@ -347,9 +347,9 @@ class Experiment(Definition):
         return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays)
 
     def engine_options(self, group: Group) -> Config:
-        """The options of the group's engine: for prompts of all lengths, an arena for the largest
-        budget; with two versions of experts for that budget; of conversations with slots that can
-        go from experts to KV and back."""
+        """Returns the options of the group's engine: for prompts of all lengths, with an arena for
+        the largest budget; with two versions of experts for that budget; for conversations with
+        slots that can move from experts to KV and back."""
         if self.conversations:
             # Any policy that moves the line; each run brings its own.
             moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
@@ -394,9 +394,13 @@ def read_experiment(
     changes: Mapping[str, Any] | None = None,
     home: Path | None = None,
 ) -> Experiment:
-    """The experiment in a YAML file, or in a mapping of the same keys, whose paths are from `home`
-    on, by default the working directory; with other values of keys in `changes`. Raises UserError
-    for whatever is wrong with it, saying what to write."""
+    """Reads the experiment in a YAML file, or in a mapping of the same keys.
+
+    - `changes`: other values of keys.
+    - `home`: where a mapping's relative paths begin; None: the working directory.
+
+    Raises UserError for any error in it, saying what to write.
+    """
     where = "the definition"
     if not isinstance(source, Mapping):
         where, home = str(source), Path(source).resolve().parent
@@ -408,8 +412,8 @@ def read_experiment(
 
 
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """Keys and values of "KEY=VALUE", the value as in the YAML file. Raises UserError for what is
-    written otherwise."""
+    """Reads keys and values of "KEY=VALUE", the value as in the YAML file. Raises UserError for
+    other forms."""
     found = {}
     for text in texts:
         name, given, value = text.partition("=")
@@ -456,8 +460,8 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
 
 
 def _text_path(name: str, home: Path) -> Path:
-    """The file of a text: one of TEXTS, or a path, from `home` on unless it is absolute. Raises
-    UserError where there is none."""
+    """Returns the file of a text: one of TEXTS, or a path, from `home` unless it is absolute.
+    Raises UserError if there is none."""
     if name in TEXTS:
         package = importlib.resources.files("moejax.evaluate.experiments")
         return Path(str(package / "texts" / f"{name}.txt"))
@@ -474,7 +478,8 @@ def _text_path(name: str, home: Path) -> Path:
 
 
 def check_experiment(asked: Experiment) -> None:
-    """Raises UserError for what does not go together; once more when policies have learned."""
+    """Raises UserError for keys that contradict each other. Called again when policies have
+    learned."""
     for one, others in MEANINGLESS.items():
         for name in others if getattr(asked, one) else ():
             if (getattr(asked, name) or KEYS[name].default) != KEYS[name].default:

@@ -1,4 +1,4 @@
-"""A grid to begin from, with a policy of one's own in it."""
+"""An example grid to begin with, and a policy of the user's own for it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class MyPolicy:
 
 
 def write_example(directory: Path) -> tuple[Path, Path]:
-    """Writes grid.yaml and my_policy.py into a directory; their paths. Raises UserError where one
-    of them is there already or cannot be written."""
+    """Writes grid.yaml and my_policy.py into a directory; returns their paths. Raises UserError if
+    one of them exists already or cannot be written."""
     paths = directory / "grid.yaml", directory / "my_policy.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ from moejax.progress import count_progress
 from moejax.start.build import router_weights
 
 TRACES = "traces"
-"""The folder of a directory of results that has the routing."""
+"""The folder in a directory of results that has the routing."""
 
 VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
 
@@ -67,8 +67,8 @@ def ablate(
     - `changes`: other values of keys.
     - `progress`: show a bar on stderr, with an estimate of the remaining time.
 
-    Raises UserError for an impossible definition, and for a directory of another one. An error in a
-    run is its record's `error`, and the other runs go on.
+    Raises UserError for an impossible definition, and for a directory of another definition. An
+    error in a run becomes its record's `error`, and the other runs continue.
     """
     experiment = read_experiment(definition, changes)
     root = Path(directory)
@@ -92,7 +92,8 @@ def ablate(
 
 @contextlib.contextmanager
 def open_results(experiment: Experiment, root: Path) -> Iterator[tuple[set[tuple], Write]]:
-    """(keys of the runs that a directory of results has, what writes lines into its files)."""
+    """Yields (keys of the runs that a directory of results has, a function that writes lines into
+    its files)."""
     require_same(root, experiment.asked)
     with open_records(root / RECORDS) as records, open_records(root / SESSIONS) as sessions:
         files = {RECORDS: records, SESSIONS: sessions}
@@ -101,13 +102,13 @@ def open_results(experiment: Experiment, root: Path) -> Iterator[tuple[set[tuple
 
 
 def key_of(run: Run) -> tuple[Any, ...]:
-    """The values that tell a run's record from all others."""
+    """Returns the values that tell a run's record from all others."""
     cell, repeat = run
     return *dataclasses.astuple(cell), repeat
 
 
 def select_left(groups: Mapping[Group, Sequence[Run]], done: set[tuple]) -> dict[Group, list[Run]]:
-    """Group → its runs that have no record yet; groups without such runs are left out."""
+    """Returns the runs of each group that have no record yet, without groups that have none."""
     left = {g: [run for run in runs if key_of(run) not in done] for g, runs in groups.items()}
     return {group: runs for group, runs in left.items() if runs}
 
@@ -119,9 +120,13 @@ def run_groups(
     write: Write,
     begin: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> None:
-    """Runs the runs of each group and writes their lines. experiment: what `learn` returned. begin:
-    called before each run with its record without columns. Raises UserError for what is wrong with
-    all runs of a group."""
+    """Runs the runs of each group and writes their lines.
+
+    - `experiment`: what `learn` returned.
+    - `begin`: called before each run with its record without columns.
+
+    Raises UserError for an error of all runs of a group.
+    """
     if not experiment.drawn and not experiment.conversations:
         prompts = Prompts(experiment)
         for cell in {cell for runs in groups.values() for cell, _ in runs}:
@@ -149,7 +154,7 @@ def run_groups(
 def _benches(
     experiment: Experiment, groups: Mapping[Group, Sequence[Run]], traces: Path
 ) -> Generator[tuple[Group, EngineBench | TraceBench]]:
-    """Each group with its bench; one is freed before the next is made."""
+    """Yields each group with its bench; one bench is freed before the next is made."""
     if experiment.drawn:
         bench = TraceBench(experiment, traces)
         for group in groups:
@@ -169,7 +174,7 @@ def _benches(
 
 
 def _session(session: str, group: Group, started: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a start."""
+    """Returns the line of a start."""
     names = ("driver", "precision", "link_rate", "batch", "budget")
     return {
         "session": session,
@@ -186,13 +191,15 @@ def _session(session: str, group: Group, started: Mapping[str, Any]) -> dict[str
 
 
 def learn(experiment: Experiment, traces: Path) -> Experiment:
-    """The experiment whose policies have learned what they learn within the grid (NAME=train); the
-    same where none does. traces: where the trace of that is, recorded if it is not there yet.
+    """Teaches the policies that learn within the grid (NAME=train) and returns their experiment;
+    without any, returns the same one.
 
-    Every policy gets the one trace, and as many trials of its settings: the one that the definition
-    says (docs/how-to/compare_policies.md, "A fair comparison"). Raises UserError for a text that is
-    too short, and for what learning shows to be none of this grid. Of drawn routing
-    each place teaches anew, and only what its policies need is said here.
+    - `traces`: directory of the trace that they learn from, recorded if it is not there yet.
+
+    Every policy gets the same trace, and one trial of its settings: those in the definition
+    (docs/how-to/compare_policies.md, "A fair comparison"). Drawn routing teaches at each place
+    again; here it only checks what its policies need. Raises UserError for a text that is too
+    short, and for what learning shows to be impossible in this grid.
     """
     if not experiment.learns:
         return experiment

@@ -1,4 +1,4 @@
-"""The records of a grid, their files, and what they come to."""
+"""The records of a grid, their files, and their summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moejax.evaluate.experiments.definition import Cell
 from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, read_line_file
 
 DEFINITION, RECORDS, SESSIONS = "experiment.json", "records.jsonl", "sessions.jsonl"
-"""Files of a directory of results: what was asked, a line for each run, a line for each start."""
+"""Files of a directory of results: the definition, a line for each run, a line for each start."""
 
 PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 """Columns that say which cell of the grid a record is of."""
@@ -38,17 +38,18 @@ COUNTS = tuple(
     for kind in ("prefill", "decode")
     for name in ("steps", "hits", "misses", "fills", "read_through", "ahead", "bytes")
 )
-"""Columns in which the engine and the simulator must agree where transfers are in the step."""
+"""Columns in which the engine and the simulator must agree if transfers are in the step."""
 
 LEAST_REPEATS = 6
-"""A median of fewer values has no 95% interval that holds whatever their distribution."""
+"""Fewest repeats with a 95% interval. A median of fewer values has none that holds for any
+distribution."""
 
 Line = Mapping[str, Any]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with at least 95% confidence, whatever the values'
-    distribution (binomial). Raises UserError for fewer than LEAST_REPEATS."""
+    """Returns order statistics that hold the median with at least 95% confidence, for any
+    distribution of the values (binomial). Raises UserError for fewer than LEAST_REPEATS values."""
     n, tail, cut = len(values), 0.0, -1
     if n < LEAST_REPEATS:
         raise UserError(f"--repeats {n}: the median of fewer than 6 has no 95% interval")
@@ -60,7 +61,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """What is in a directory of results."""
+    """The content of a directory of results."""
 
     directory: Path
     asked: Mapping[str, Any]
@@ -71,8 +72,8 @@ class Records:
     """Starts of engines: machine, versions, what was compiled."""
 
     def of_mode(self, mode: str) -> list[Line]:
-        """The records without an error of one mode: measured, simulated, predicted, priced, bound
-        or quality."""
+        """Returns the records without an error of one mode: measured, simulated, predicted, priced,
+        bound or quality."""
         return [row for row in self.rows if row["mode"] == mode and row["error"] is None]
 
     @property
@@ -80,11 +81,11 @@ class Records:
         return [row for row in self.rows if row["error"] is not None]
 
     def summary(self) -> list[dict[str, Any]]:
-        """A row for each cell: counts, which repeats share, and medians over repeats; with `_low`
-        and `_high` where there are enough for a 95% interval, and with `_ratio` the median ratio to
-        the baseline with the same driver in the same repeat of the same session, with its interval.
-        `counts_differ`: repeats moved different experts, so the policy depends on time.
-        """
+        """Returns a row for each cell: counts, which repeats share, and medians over repeats.
+        `_low` and `_high` are the ends of a 95% interval, if there are enough repeats. `_ratio` is
+        the median ratio to the baseline with the same driver in the same repeat of the same
+        session, with its interval. `counts_differ`: repeats moved different experts, so the policy
+        depends on time."""
         cells: dict[tuple[Any, ...], list[Line]] = {}
         for row in self.rows:
             if row["mode"] != "quality":
@@ -124,8 +125,8 @@ class Records:
         return found
 
     def agreement(self) -> tuple[int, int]:
-        """(cells that were both measured and simulated or predicted, those in which all counts are
-        equal)."""
+        """Returns (cells that were both measured and simulated or predicted, those in which all
+        counts are equal)."""
         counted = (*self.of_mode("predicted"), *self.of_mode("simulated"))
         simulated = {_place(row): row for row in counted}
         pairs = {
@@ -136,12 +137,12 @@ class Records:
         return len(pairs), sum(pairs.values())
 
     def notes(self) -> list[str]:
-        """Sentences for a reader of the report, such as the rules of a fair comparison
+        """Returns sentences for a reader of the report, such as the rules of a fair comparison
         (docs/how-to/compare_policies.md) that the grid does not keep."""
         return list(_notes(self))
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame of the rows. Raises UserError without pandas."""
+        """Returns a pandas.DataFrame of the rows. Raises UserError without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -150,7 +151,7 @@ class Records:
 
 
 def _place(row: Line) -> tuple[Any, ...]:
-    """Which cell a record is of, whatever its mode."""
+    """Returns the cell that a record is of, ignoring its mode."""
     return tuple(row[key] for key in PLACE if key != "mode")
 
 
@@ -199,8 +200,8 @@ def _notes(records: Records) -> Iterator[str]:
 
 
 def _below_min(records: Records) -> set[str]:
-    """Policies that moved fewer experts than their bound somewhere; those that move cells between
-    layers have the bound of one pool."""
+    """Returns the policies that moved fewer experts than their bound somewhere. Policies that move
+    cells between layers have the bound of one pool."""
 
     def place(row: Line) -> tuple[Any, ...]:
         return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))
@@ -222,7 +223,7 @@ def _below_min(records: Records) -> set[str]:
 
 
 def read_results(directory: str | os.PathLike[str]) -> Records:
-    """The records in a directory of results. Raises UserError where there are none."""
+    """Returns the records in a directory of results. Raises UserError if there are none."""
     root = Path(directory)
     try:
         asked = json.loads((root / DEFINITION).read_text())
@@ -238,7 +239,7 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
 
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
-    """The file, as open_line_file. Raises UserError for one that is something else."""
+    """Opens the file like open_line_file. Raises UserError for a file with other content."""
     return open_line_file(path, functools.partial(_parse, path))
 
 
@@ -248,8 +249,8 @@ def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
 
 
 def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
-    """Writes what was asked into a new directory of results; of one that is there raises UserError
-    unless it is of the same, saying by what they differ."""
+    """Writes the definition into a new directory of results. For an existing directory, raises
+    UserError unless it has the same definition, saying what differs."""
     path, now = directory / DEFINITION, json.loads(json.dumps(asked))
     try:
         directory.mkdir(parents=True, exist_ok=True)

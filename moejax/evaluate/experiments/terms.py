@@ -1,4 +1,4 @@
-"""The cells of each layer that a budget gives an arm."""
+"""Computes the cells of each layer that a budget gives an arm."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from pallas_kernels.records.format import VERSIONS
 
 
 def grant_columns(cells: Sequence[int], experts: int, nbytes: int) -> dict[str, int]:
-    """Columns of a record. cells: each layer's, of so many experts. nbytes: what they take."""
+    """Returns columns of a record.
+
+    - `cells`: of each layer.
+    - `experts`: experts of a layer.
+    - `nbytes`: bytes that the cells take.
+    """
     ends = {"cells_least": min(cells), "cells_most": max(cells), "experts": experts}
     return {**ends, "expert_bytes": nbytes, "learned_bytes": 0, "moves_cells": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """The sizes that budgets are measured with, and what policies are told, with or without an
+    """The sizes by which budgets are measured, and what policies are told, with or without an
     engine."""
 
     spec: Spec
@@ -42,15 +47,15 @@ class Terms:
 
     @classmethod
     def of_plan(cls, plan: StartPlan, router: np.ndarray | None = None) -> Terms:
-        """The terms of an engine."""
+        """Returns the terms of an engine."""
         layout = plan.steps.layout
         kv_bytes = plan.budget.kv_slots * layout.slot_bytes
         return cls(plan.spec, layout.slot_bytes, layout.records[0], kv_bytes, router)
 
     @classmethod
     def of_trace(cls, trace: Trace) -> Terms:
-        """The terms of routing without a model. Raises UserError for a trace that does not say what
-        policies are told."""
+        """Returns the terms of routing without a model. Raises UserError for a trace that lacks
+        what policies are told."""
         with user_errors(TraceError):
             spec = spec_of(trace.header)
         size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
@@ -63,8 +68,8 @@ class Terms:
         return self.spec.layers * self.spec.experts
 
     def budget_bytes(self, budget: str) -> int:
-        """Bytes of a budget; a share is of what all experts take when dense. Raises UserError for
-        a version where there is no model."""
+        """Returns the bytes of a budget; a share is of what all experts take when dense. Raises
+        UserError for a version if there is no model."""
         if budget in VERSIONS:
             if self.record is None:
                 raise UserError(f"budget {budget} is of a model's experts; write a share or bytes")
@@ -76,8 +81,8 @@ class Terms:
         return int(given.fraction * self.experts * (dense.nbytes if dense else self.slot_bytes))
 
     def slots(self, budget: str, arm: Arm) -> int:
-        """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
-        that holds none and is not 0."""
+        """Returns the experts that a budget holds, less what the arm learned. Raises UserError for
+        a budget other than 0 that holds none."""
         nbytes, size = self.budget_bytes(budget), self.slot_bytes
         whole = expert_slots_of(nbytes, self.experts, size)
         if budget.endswith("%") and (self.record is None or self.record.version == "dense"):
@@ -99,7 +104,7 @@ class Terms:
         return slots
 
     def grant(self, budget: str, arm: Arm) -> tuple[tuple[int, ...], dict[str, int]]:
-        """(each layer's cells of a budget, as even as they can be; what that is as columns)"""
+        """Returns (each layer's cells of a budget, as even as they can be; the same as columns)."""
         slots = self.slots(budget, arm)
         cells = cells_per_layer(slots, self.spec.layers, self.spec.experts)
         columns = grant_columns(cells, self.spec.experts, slots * self.slot_bytes)
@@ -107,8 +112,9 @@ class Terms:
         return cells, columns | {"moves_cells": arm.moves_cells or arm.pooled}
 
     def spec_for(self, budget: str, arm: Arm, seed: int) -> Spec:
-        """What the policies of a run are told: an arena of this budget and the KV, not the largest
-        one of the grid; where it may move the line between both, all of it."""
+        """Returns the Spec for the policies of a run: an arena of this budget and the KV, not the
+        grid's largest budget. If the policies may move the line between both, the arena is all of
+        the memory."""
         needs_router = any("router" in policy.needs for policy in arm.policies)
         held = self.slots(budget, arm) * self.slot_bytes + self.kv_bytes
         return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""One run of a workload through an engine, and its counts."""
+"""Runs a workload through an engine once, and counts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from moejax.step.results import Results
 KINDS = ("prefill", "decode")
 
 COUNTED = ("steps", "hits", "fills", "read_through", "ahead", "bytes")
-"""What is counted of the steps of a kind: experts, those moved ahead of need too; bytes over the
+"""Counts of the steps of a kind: experts, including those moved ahead of need, and bytes over the
 link."""
 
 
 class Workload(Protocol):
-    """What an engine is given to do: prompts, or conversations."""
+    """The work of an engine: prompts, or conversations."""
 
     def play(self, engine: Engine) -> dict[str, Any]:
-        """Runs it to its end; columns of its record, `tokens` among them. Raises what a policy or
-        the device raises, with the engine idle and without policies."""
+        """Runs the workload to its end. Returns columns of its record, `tokens` among them. Raises
+        errors of a policy or the device, with the engine idle and without policies."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatches:
-    """Prompts, `batch` of which run together, each of which generates as many tokens, whatever it
-    would end with."""
+    """Prompts, `batch` of which run together. Each generates equally many tokens and ignores its
+    end of text."""
 
     prompts: tuple[tuple[int, ...], ...]
     batch: int
@@ -44,8 +44,8 @@ class PromptBatches:
     seed: int
 
     def play(self, engine: Engine) -> dict[str, Any]:
-        """Runs the prompts to their end; columns of their record, whose times are seconds of the
-        steps, in all and a token. Raises as Workload.play does."""
+        """Runs the prompts to their end. Returns columns of their record, whose times are seconds
+        of the steps, in all and a token. Raises like Workload.play."""
         statistics, requests = engine.statistics, []
         before = dict(statistics.seconds)
         try:
@@ -72,7 +72,7 @@ class PromptBatches:
 
 
 def digest_outputs(outputs: Sequence[Sequence[int]]) -> str:
-    """What the prompts went on with: no policy and no budget may change it."""
+    """Returns a digest of the generated tokens, which no policy and no budget may change."""
     return hashlib.sha256(repr([[*output] for output in outputs]).encode()).hexdigest()[:16]
 
 
@@ -89,7 +89,7 @@ def _times(requests: Sequence[Request], seconds: float) -> dict[str, float | Non
 
 
 def run(engine: Engine, workload: Workload) -> dict[str, Any]:
-    """Runs a workload to its end; the columns of its record."""
+    """Runs a workload to its end. Returns the columns of its record."""
     control, counter = engine.control, Counter(engine.statistics.record_bytes)
     began, processor = time.perf_counter(), time.process_time()
     engine.listener = counter
@@ -106,7 +106,8 @@ def run(engine: Engine, workload: Workload) -> dict[str, Any]:
 
 
 class Counter:
-    """An engine's listener that keeps of each step what is small, and counts when all were read."""
+    """A listener of an engine that keeps the small part of each step, and counts once all steps
+    were read."""
 
     def __init__(self, link_bytes: Sequence[int]):
         self._link_bytes = link_bytes
@@ -118,7 +119,7 @@ class Counter:
         self._steps.append(dataclasses.replace(step, output=output, logprobs=None))
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a record: counts of prefill and decode steps."""
+        """Returns columns of a record: counts of prefill and decode steps."""
         counts = {kind: np.zeros(len(COUNTED), np.int64) for kind in KINDS}
         for step in self._steps:
             results = Results(step.output.shape, np.asarray(step.results))
@@ -129,14 +130,14 @@ class Counter:
 
 
 def count_columns(kind: str, counts: Sequence[Any] | np.ndarray) -> dict[str, int]:
-    """Columns of the steps of a kind, of numbers in the order of COUNTED."""
+    """Returns columns of the steps of a kind, from numbers in the order of COUNTED."""
     found = {name: int(count) for name, count in zip(COUNTED, counts, strict=True)}
     found["misses"] = found["fills"] + found["read_through"]
     return {f"{kind}_{name}": count for name, count in found.items()}
 
 
 def _ahead(step: Step) -> int:
-    """Experts that the step moved ahead of need."""
+    """Returns the experts that the step moved ahead of need."""
     lists = [done for _, done in step.between]
     if step.stages is not None and step.output.staged is not None:
         lists.append(step.output.staged)
@@ -146,7 +147,7 @@ def _ahead(step: Step) -> int:
 
 
 def transfer_columns(transfers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Columns of what Controller.stats says of transfers ahead of need, in all and by cause."""
+    """Returns columns of Controller.stats on transfers ahead of need, in all and by cause."""
     names = ("issued", "done", "skipped", "cancelled", "used", "bytes")
     found = {f"ahead_{n}": sum(counts[n] for counts in transfers.values()) for n in names}
     for cause, counts in transfers.items():

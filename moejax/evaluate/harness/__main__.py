@@ -1,7 +1,7 @@
 """``python -m moejax.evaluate.harness``: lm_eval's own command line, with the model ``moejax``.
 
-For releases of the harness that do not look for plugins (up to 0.4.13); later ones find the model
-by the entry point in the group ``lm_eval.models``.
+Releases of the harness up to 0.4.13 need it, since they do not look for plugins. Later ones find
+the model by the entry point in the group ``lm_eval.models``.
 """
 
 from lm_eval.__main__ import cli_evaluate

@@ -23,31 +23,32 @@ from moejax.serve.llm import LLM
 from moejax.start.options import Config
 
 MAX_GEN_TOKS = 256
-"""Most tokens of a text for which neither the task nor the model's arguments name a number, as the
-harness's own models have it."""
+"""Most tokens of a text if neither the task nor the model's arguments name a number, as in the
+harness's own models."""
 
 _NOT_CHOSEN = ("cuda", "cuda:0")
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _WITHOUT_EFFECT: dict[str, Any] = {"num_beams": 1, "use_cache": True, "do_sample": None}
-"""What tasks say for transformers' generate that changes nothing here; None: whatever it is."""
+"""Arguments of transformers' generate that change nothing here, with their harmless value; None:
+any value."""
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""The request's own words, tokens before and tokens to score."""
+"""The request's own text, the tokens before, and the tokens to score."""
 
 
 class MoejaxLM(TemplateLM):
-    """One LLM behind the harness's three kinds of request, which the engine batches as it schedules
-    them. Results are in the order of the requests, and no bit of them depends on a budget.
+    """One LLM behind the harness's three kinds of request, which the engine batches. Results are in
+    the order of the requests, and no bit of them depends on a budget.
 
-    pretrained: what LLM takes as its model, or an LLM, which then has its options already.
-    max_length: LLM's max_model_len, by the name that the harness's models have. max_gen_toks: most
-    tokens of a text where the task names no number. batch_size, max_batch_size: the harness gives
-    them to every model; the engine needs none. options: further keywords of LLM, such as
-    expert_budget="25%".
+    - `pretrained`: what LLM takes as its model, or an LLM, which then has its options already.
+    - `max_length`: LLM's max_model_len, under the name of the harness's models.
+    - `max_gen_toks`: most tokens of a text if the task names no number.
+    - `batch_size`, `max_batch_size`: the harness gives them to every model; the engine needs none.
+    - `options`: further keywords of LLM, such as expert_budget="25%".
 
-    Raises UserError for an option that is unknown or can never be, a model without a tokenizer (see
-    LLM's tokenizer), and what LLM refuses.
+    Raises UserError for an option that is unknown or impossible, a model without a tokenizer (see
+    LLM's tokenizer), and like LLM.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class MoejaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness names its caches of requests by."""
+        """The name of the harness's caches of requests."""
         return str(self.tokenizer.name_or_path or self.llm.model).replace("/", "__")
 
     @property
@@ -110,15 +111,19 @@ class MoejaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: beginning of text, or else its end."""
+        """The token before a text without context: beginning of text, or else its end."""
         beginning = self.tokenizer.bos_token_id
         return beginning if isinstance(beginning, int) else self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """A text's ids. add_special_tokens None: as the tokenizer does with a prompt, but no second
-        beginning of text. kwargs: of the harness's signature; none is known."""
+        """Returns a text's ids.
+
+        - `add_special_tokens`: None: as the tokenizer does with a prompt, but without a second
+          beginning of text.
+        - `kwargs`: of the harness's signature; none is known.
+        """
         if add_special_tokens is None:
             beginning = str(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = not (beginning and string.startswith(beginning))
@@ -127,8 +132,8 @@ class MoejaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the tokenizer's template writes it; without system messages where the
-        template refuses them, as the harness's own models do. Raises UserError without a
+        """Returns a conversation as the tokenizer's template writes it; without system messages if
+        the template refuses them, like the harness's own models. Raises UserError without a
         template."""
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -156,7 +161,7 @@ class MoejaxLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """ln p of each text, each token's with as much before it as its window has."""
+        """Returns ln p of each text; each token has as much context as its window."""
         texts = [str(request.args[0]) for request in requests]
         windows = [
             (place, *make_disjoint_window(pair))
@@ -186,8 +191,8 @@ class MoejaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(ln p, whether greedy decoding writes it) of each continuation. Each is a prompt whose
-        log-probabilities are asked for, and one token more, which is not read."""
+        """Returns (ln p, whether greedy decoding writes it) of each continuation. Each one is a
+        prompt whose log-probabilities are asked for, with one more token, which is not read."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         most, bar = self.max_length - 1, tqdm(total=len(requests), disable=disable_tqdm)
         bar.set_description("moejax: log-likelihoods")
@@ -217,8 +222,8 @@ class MoejaxLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Each request's text up to its first stop string; greedy where the task does not say how
-        to draw. Contexts are cut from the left to leave room for max_gen_toks."""
+        """Returns each request's text up to its first stop string, greedy if the task does not say
+        how to sample. Contexts are cut from the left to leave room for max_gen_toks."""
         arguments: list[Any] = [request.args for request in requests]
         asked = [(str(context), dict(given)) for context, given in arguments]
         prompts = [self._prompt(place, *one) for place, one in enumerate(asked)]
@@ -235,8 +240,9 @@ class MoejaxLM(TemplateLM):
     # ---- pieces
 
     def _prompt(self, place: int, context: str, given: Mapping[str, Any]) -> GenerationRequest:
-        """What the engine gets for one request. Raises UserError for arguments of generation that
-        the engine has not, and where max_gen_toks leaves no room for context."""
+        """Returns the engine's request for one request of the harness. Raises UserError for
+        arguments of generation that the engine does not have, and if max_gen_toks leaves no room
+        for context."""
         kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), self.max_gen_toks)}
         stop = [one for one in kwargs.pop("until") if one]
         tokens = kwargs.pop("max_gen_toks")
@@ -259,7 +265,8 @@ class MoejaxLM(TemplateLM):
         return GenerationRequest({"prompt_token_ids": ids}, params, tag=place)
 
     def _outputs(self, prompts: Iterable[GenerationRequest]) -> Iterator[tuple[int, Any]]:
-        """(place, output) of each prompt as it ends. Raises the error of one that cannot run."""
+        """Yields (place, output) of each prompt as it ends. Raises the error of a prompt that
+        cannot run."""
         generator: Any = self.llm.generate_each(prompts)
         with contextlib.closing(generator) as results:
             for asked, output in results:

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness with a model that runs."""
+"""Runs tasks of lm-evaluation-harness with a running model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from moejax.serve.llm import LLM
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
-    """What the harness's own command line has by the same names."""
+    """Options of the harness's own command line, under the same names."""
 
     num_fewshot: int | None = None
     limit: int | None = None
-    """Only the first documents of each task."""
+    """Number of documents of each task; None: all."""
     include_path: str | os.PathLike[str] | None = None
     apply_chat_template: bool = False
 
 
 def task_manager(tasks: Sequence[str], include_path: str | os.PathLike[str] | None) -> TaskManager:
-    """The harness's index of tasks. Raises UserError for a directory that is not there, and for
-    tasks that are unknown."""
+    """Returns the harness's index of tasks. Raises UserError for a missing directory and for
+    unknown tasks."""
     if include_path is not None and not os.path.isdir(include_path):
         raise UserError(f"{include_path} is no directory with files of tasks (--include-path)")
     own = None if include_path is None else str(include_path)
@@ -53,8 +53,8 @@ def task_manager(tasks: Sequence[str], include_path: str | os.PathLike[str] | No
 def run_tasks(
     llm: LLM, tasks: Sequence[str], manager: TaskManager, options: TaskOptions
 ) -> dict[str, Any]:
-    """What the harness finds: its `simple_evaluate` with the model llm, samples included. Raises
-    UserError for a chat template that the tokenizer has not, and as MoejaxLM does."""
+    """Returns the result of the harness's `simple_evaluate` with the model llm, samples included.
+    Raises UserError for a chat template that the tokenizer does not have, and like MoejaxLM."""
     found = simple_evaluate(
         model=MoejaxLM(llm),
         tasks=[*tasks],
@@ -69,8 +69,8 @@ def run_tasks(
 
 
 def tasks_json(llm: LLM, found: Mapping[str, Any], options: TaskOptions) -> dict[str, Any]:
-    """A result of run_tasks as plain data for JSON, without its samples; as `result_json` of
-    perplexity, everything outside of `run` is what was computed."""
+    """Returns a result of run_tasks as plain data for JSON, without its samples. As in
+    `result_json` of perplexity, everything outside of `run` is what was computed."""
     report = model_report(llm)
     return {
         "task": f"lm-eval:{','.join(found['results'])}",
@@ -89,12 +89,12 @@ def tasks_json(llm: LLM, found: Mapping[str, Any], options: TaskOptions) -> dict
 
 
 _RATIOS = {"bits_per_byte": "bits/byte", "word_perplexity": "bits/word"}
-"""Metrics whose documents have (ln p, how many), and what their quotient is."""
+"""Metrics whose documents have (ln p, how many), with the name of the quotient."""
 
 
 def document_units(found: Mapping[str, Any]) -> list[Units]:
-    """What two runs of the same tasks are compared by: each metric that documents have a number or
-    a likelihood of, by filter."""
+    """Returns the units by which two runs of the same tasks are compared: each metric, by filter,
+    that has a number or a likelihood for documents."""
     units: dict[tuple[str, str], Units] = {}
     for task, samples in found["samples"].items():
         for one in samples:

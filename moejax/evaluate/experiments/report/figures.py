@@ -1,4 +1,4 @@
-"""The plots of a report as SVG, by matplotlib."""
+"""Draws the plots of a report as SVG, with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moejax.evaluate.experiments.report.tables import Panel, count_moved, labels
 MIB = 2**20
 
 Interval = tuple[float, float, float]
-"""A value and the ends of its 95% interval, which are the value where there is none."""
+"""A value and the ends of its 95% interval; without an interval they equal the value."""
 
 
 class Series(NamedTuple):
@@ -22,7 +22,7 @@ class Series(NamedTuple):
     name: str
     points: list[tuple[float, Interval]]
     bound: bool = False
-    """What no policy can go below: dashed, in grey."""
+    """Whether the line is a bound of all policies: dashed, in grey."""
 
 
 class Plot(NamedTuple):
@@ -33,7 +33,8 @@ class Plot(NamedTuple):
 
 
 def plots_of(panel: Panel) -> Iterator[Plot]:
-    """The panel's plots against the budget; none of one line, which is no comparison."""
+    """Yields the panel's plots against the budget. A plot of one line compares nothing and is left
+    out."""
     if len(panel.lines) < 2:
         return
     whole = [line for line in panel.lines if line["runs"] and line["decode_steps"]]
@@ -91,7 +92,7 @@ def _bound(panel: Panel, name: str, value: Callable[[Line], float]) -> list[Seri
 
 
 def draw(plot: Plot) -> str:
-    """The plot as an SVG element. Raises ImportError without matplotlib."""
+    """Draws the plot as an SVG element. Raises ImportError without matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A report: one HTML page that needs nothing else, Markdown, and CSV of the same tables."""
+"""Writes a report: one self-contained HTML page, Markdown, and CSV of the same tables."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _TEMPLATES = jinja2.Environment(
 )
 
 Plots = Mapping[str, Mapping[str, str]]
-"""Title of a panel → its plots by name, as SVG."""
+"""The plots of each panel, by the panel's title and the plot's name, as SVG."""
 
 
 def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
-    """Writes report.html, and report.md with its plots as SVG files and its tables as CSV; their
-    paths, the page first. Raises UserError where there is nothing to report or a file cannot be
+    """Writes report.html, and report.md with its plots as SVG files and its tables as CSV. Returns
+    their paths, the page first. Raises UserError if there is nothing to report or a file cannot be
     written."""
     if not records.rows:
         raise UserError(f"{records.directory} has no records yet; run moejax ablate first")
@@ -62,12 +62,12 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
 
 
 def _stem(title: str) -> str:
-    """A file's name for a table."""
+    """Returns a file's name for a table."""
     return "report-" + re.sub(r"[^\w.-]+", "-", title)[:100]
 
 
 def _plots(records: Records) -> Plots:
-    """The plots of all panels; none without matplotlib."""
+    """Draws the plots of all panels; none without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -79,7 +79,10 @@ def _plots(records: Records) -> Plots:
 
 
 def page(records: Records, plots: Plots, kind: str = "html") -> str:
-    """The report as one page. kind: `html` or `md`, whose plots are files beside it."""
+    """Returns the report as one page.
+
+    - `kind`: `html` or `md`, whose plots are files beside it.
+    """
     return _TEMPLATES.get_template(f"report.{kind}.jinja").render(
         title=_title(records),
         notes=[*records.notes(), *([] if plots or not panels(records) else [NO_FIGURES])],
@@ -93,14 +96,14 @@ def page(records: Records, plots: Plots, kind: str = "html") -> str:
 
 
 def definition(records: Records) -> str:
-    """The YAML that runs the grid again, beside the files that it names."""
+    """Returns the YAML that runs the grid again, with the files that it names."""
     asked = {name: value for name, value in records.asked.items() if name != "files"}
     asked = {name: value for name, value in asked.items() if value not in (None, {}, [])}
     return yaml.safe_dump(asked, sort_keys=False, allow_unicode=True)
 
 
 def _facts(records: Records) -> Table:
-    """Machine, versions, starts and files."""
+    """Returns the table of machine, versions, starts and files."""
     rows = []
     for one in records.sessions:
         what = f"{one['driver']} driver, {one['precision']}, batch {one['batch']}"

@@ -1,4 +1,5 @@
-"""The tables of a report: rows of text, from which page, Markdown, CSV and terminal are made."""
+"""Makes the tables of a report: rows of text, from which page, Markdown, CSV and terminal
+are made."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from moejax.sizes import parse_rate
 NONE = "–"
 
 PANEL = ("link_rate", "batch", "prompt_tokens", "text")
-"""The columns that cells of one table, and of its plots, agree in."""
+"""The columns in which cells of one table, and of its plots, agree."""
 
 
 class Table(NamedTuple):
@@ -34,15 +35,16 @@ class Panel:
 
     title: str
     lines: Sequence[Line]
-    """Of the summary, several seeds as one; with `least`, the line of MIN with as many cells."""
+    """Lines of the summary, with several seeds as one. Each has, as `least`, the line of MIN with
+    as many cells."""
     bounds: Sequence[Line]
-    """MIN, of each budget where it is claimed."""
+    """The lines of MIN, for each budget with a claimed bound."""
     link: float | None
-    """Bytes a second of the link; None: not measured."""
+    """Bytes a second of the link; None if not measured."""
 
 
 def tables_of(records: Records) -> Iterator[Table]:
-    """The tables that have rows, without columns in which no row has a value."""
+    """Yields the tables that have rows, without columns in which no row has a value."""
     shown = panels(records)
     found = [panel_table(panel) for panel in shown]
     found += [_quality(records), prediction_table(mean_over_seeds(records))]
@@ -54,8 +56,8 @@ def tables_of(records: Records) -> Iterator[Table]:
 
 
 def mean_over_seeds(records: Records) -> list[Line]:
-    """The summary with several seeds of a place as one line: means of numbers, with `seeds` and the
-    range of misses."""
+    """Returns the summary with several seeds of a place as one line: means of numbers, with `seeds`
+    and the range of misses."""
     by_place: dict[tuple[Any, ...], list[Line]] = {}
     for line in records.summary():
         key = tuple(line[name] for name in PLACE if name != "seed")
@@ -85,7 +87,7 @@ def _mean(lines: Sequence[Line]) -> Line:
 
 
 def panels(records: Records) -> list[Panel]:
-    """The panels of a report, in the grid's order."""
+    """Returns the panels of a report, in the grid's order."""
     places: dict[tuple[Any, ...], list[Line]] = {}
     for line in mean_over_seeds(records):
         places.setdefault(tuple(line[name] for name in PANEL), []).append(line)
@@ -119,7 +121,7 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
         for line in lines
         if line["mode"] == "bound" and line["decode_misses"] is not None
     }
-    # A simulated line whose counts a measured one has says nothing new.
+    # A simulated line with the counts of a measured line adds nothing.
     known = {identity(line) for line in lines if line["mode"] == "measured"}
     shown = [
         {**line, "least": bounds.get((line["precision"], line["budget"]))}
@@ -132,8 +134,8 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
 
 
 def _compare_with_held(records: Records, lines: Sequence[Line]) -> list[Line]:
-    """Lines of conversations with `held_ratios`: of each seed, tokens a second over those of the
-    split of the memory that is best on all other seeds, held on this one."""
+    """Returns lines of conversations with `held_ratios`: for each seed, tokens a second over those
+    with a fixed split of the memory, the one that is best on all other seeds."""
     rates: dict[tuple[str, str], dict[int, float]] = {}
     held = {(line["policy"], line["budget"]) for line in lines if not line.get("moves_memory")}
     for row in records.of_mode("priced"):
@@ -157,7 +159,8 @@ _FOLDERS = re.compile(r"[^\s+]*/")
 
 
 def labels(lines: Sequence[Line]) -> list[str]:
-    """The policy of each line, with precision, mode and driver where the lines differ in them."""
+    """Returns the policy of each line, with precision, mode and driver if the lines
+    differ in them."""
     keys = [k for k in ("precision", "mode", "driver") if len({line[k] for line in lines}) > 1]
     return [
         ", ".join([_FOLDERS.sub("", line["policy"]), *(str(line[key]) for key in keys)])
@@ -166,7 +169,8 @@ def labels(lines: Sequence[Line]) -> list[str]:
 
 
 def panel_table(panel: Panel) -> Table:
-    """Counts of decode steps and medians of times, a row for each arm and budget."""
+    """Makes the table of a panel: counts of decode steps and medians of times, a row for each arm
+    and budget."""
     rows = []
     for name, line in zip(labels(panel.lines), panel.lines, strict=True):
         said = "counts differ" if line.get("counts_differ") else ""
@@ -180,7 +184,7 @@ def panel_table(panel: Panel) -> Table:
 
 
 def count_moved(line: Line) -> float:
-    """Experts of the decode steps that were moved, ahead of need too."""
+    """Returns the experts that decode steps moved, including those moved ahead of need."""
     return line["decode_misses"] + line["decode_ahead"]
 
 
@@ -201,7 +205,7 @@ def _recall(line: Line) -> str:
 
 
 def _median(name: str, scale: float = 1, digits: int = 2) -> Callable[[Line], str]:
-    """A column with a median and its interval."""
+    """Returns a column with a median and its interval."""
 
     def write(line: Line) -> str:
         if line.get(name) is None:
@@ -247,15 +251,16 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "cells at the end": _median("cells_end", 1, 1),
     "unserved": _median("unserved", 1, 1),
 }
-"""Heading → what a line of a panel says there."""
+"""What a line of a panel has under each heading."""
 
 
 # ---- quality
 
 
 def _quality(records: Records) -> Table:
-    """A row for each text and precision: its perplexity, and by how much that is above the first
-    precision's, with the 95% interval over pairs of windows; then for all texts together."""
+    """Makes the table of quality, with a row for each text and precision: its perplexity, and the
+    difference to the first precision's with the 95% interval over pairs of windows; then for all
+    texts together."""
     first = records.asked["precision"][0]
     texts: dict[str, list[Line]] = {}
     for record in records.of_mode("quality"):
@@ -308,13 +313,14 @@ TIMES: Mapping[str, Callable[[Line], float]] = {
     "p99": lambda line: line["tpot_p99_s"],
     "first token": lambda line: line["ttft_s"],
 }
-"""What is both measured and predicted; decode step: the mean."""
+"""Times that are both measured and predicted; decode step: the mean."""
 
 
 def prediction_table(lines: Sequence[Line]) -> Table:
-    """Errors (predicted − measured) / measured for each link rate and batch. τ: of policies,
-    budgets and links in one batch, prompt and text. stall: the predicted time that moving experts
-    adds; bound: what of it no overlap of link and computing could hide."""
+    """Makes the table of errors (predicted − measured) / measured for each link rate and batch. τ
+    is over policies, budgets and links in one batch, prompt and text. stall: the predicted time
+    that moving experts adds. bound: the part of stall that no overlap of link and computing could
+    hide."""
     found: dict[tuple[str, ...], dict[str, Line]] = {}
     for line in lines:
         if line["runs"] and line["mode"] in ("measured", "predicted"):
@@ -340,14 +346,14 @@ def prediction_table(lines: Sequence[Line]) -> Table:
 
 
 def errors(pairs: Sequence[Pair], name: str) -> np.ndarray:
-    """float64[len(pairs)]: (predicted − measured) / measured of one of TIMES."""
+    """Returns (predicted − measured) / measured of one of TIMES, float64[len(pairs)]."""
     times = np.array([[TIMES[name](line) for line in pair] for pair in pairs])
     return times[:, 1] / times[:, 0] - 1
 
 
 def kendall(pairs: Sequence[Pair]) -> float:
-    """Kendall's tau-a of mean decode steps within each precision, batch, prompt and text; nan where
-    there is nothing to order."""
+    """Returns Kendall's tau-a of mean decode steps within each precision, batch, prompt and text;
+    nan if there is nothing to order."""
     places: dict[tuple[Any, ...], list[tuple[float, ...]]] = {}
     for pair in pairs:
         names = "precision", "batch", "prompt_tokens", "text"
@@ -366,8 +372,8 @@ def kendall(pairs: Sequence[Pair]) -> float:
 
 
 def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
-    """Each policy beside the baseline, over decode steps. moved: misses and what came ahead of
-    need."""
+    """Makes the table of each policy beside the baseline, over decode steps. moved: misses and
+    experts moved ahead of need."""
     places: dict[tuple[Any, ...], dict[str, Line]] = {}
     for panel in shown:
         for line in panel.lines:

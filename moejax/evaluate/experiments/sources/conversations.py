@@ -27,13 +27,15 @@ from moejax.requests.sampling_params import SamplingParams
 from pallas_kernels.option_text import parse_option
 
 KIND = "turns"
-"""How a definition names conversations: turns,sessions=10,…"""
+"""The name of conversations in a definition: turns,sessions=10,…"""
 
 THEN = " then "
-"""Between conversations of two kinds: the second begin when the last of the first came."""
+"""Separator of conversations of two kinds. The second kind begins when the last session of the
+first has come."""
 
 TRAIN_SEED = 10**6
-"""The seed of what mv_wsa=train begins with; no seed of a grid should be it."""
+"""The seed of the conversations that mv_wsa=train learns from; no seed of a grid should
+equal it."""
 
 DOMAINS, CORPUS_TOKENS = 3, 1 << 15
 
@@ -41,12 +43,12 @@ MAY_BE_NONE = ("document_tokens", "shift_tokens", "think_s", "tool_s", "tool_sha
 """Numbers of SessionKind that may be 0."""
 
 ON_SHARE, BURST = 0.2, 10.0
-"""Bursty arrivals: the part of the time in which some come, and how many then, in the mean."""
+"""Bursty arrivals: the part of the time with arrivals, and the mean number of arrivals in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """What things are stated to take, in milliseconds."""
+    """Stated times, in milliseconds."""
 
     decode_ms: float = 4.0
     """A decode step without misses."""
@@ -59,12 +61,13 @@ class Prices:
 
     @property
     def costs(self) -> MissCosts:
-        """What policies that weigh experts against KV are told; a page goes out and back."""
+        """Costs for policies that weigh experts against KV; a page goes out and back."""
         return MissCosts(self.miss_ms / 1e3, 2 * self.page_ms / 1e3)
 
 
 def read_prices(given: Mapping[str, Any]) -> Prices:
-    """Raises UserError for an unknown price and for one that is no number from 0 on."""
+    """Reads prices. Raises UserError for an unknown price and for one that is no number
+    from 0 up."""
     known = [field.name for field in dataclasses.fields(Prices)]
     for name, value in given.items():
         if name not in known or not is_number(value) or not 0 <= value < float("inf"):
@@ -74,11 +77,11 @@ def read_prices(given: Mapping[str, Any]) -> Prices:
 
 @dataclasses.dataclass(frozen=True)
 class SessionKind:
-    """How many sessions there are and what happens in one. Raises UserError for what cannot be.
+    """The number of sessions and what happens in one. Raises UserError for impossible values.
 
-    Lengths of questions, tool results and answers are uniform in [n/2, 3n/2] around the number
-    given; times are exponential around theirs. A tool burst is tool_turns turns in quick
-    succession: the model answers shortly, the tool's result comes back.
+    Lengths of questions, tool results and answers are uniform in [n/2, 3n/2] around the given
+    number; times are exponential around theirs. A tool burst is tool_turns turns in quick
+    succession: the model answers shortly, and the tool's result comes back.
     """
 
     sessions: int = 8
@@ -86,7 +89,7 @@ class SessionKind:
     arrival: str = "poisson"
     """One of ARRIVALS."""
     rate: float = 1.0
-    """Sessions a second, in the mean."""
+    """Mean sessions a second."""
     document_tokens: int = 256
     question_tokens: int = 16
     answer_tokens: int = 16
@@ -114,22 +117,25 @@ class Turn(NamedTuple):
     """One request of a session."""
 
     think_s: float
-    """Seconds from the end of the turn before to this one's arrival."""
+    """Seconds from the end of the previous turn to this one's arrival."""
     new_tokens: tuple[int, ...]
-    """What the prompt has after the history, document included."""
+    """Tokens of the prompt after the history, document included."""
     max_tokens: int
 
 
 class Session(NamedTuple):
-    """arrival_s: when the first turn arrives, in seconds from the start."""
+    """A session of turns.
+
+    - `arrival_s`: when the first turn arrives, in seconds from the start.
+    """
 
     arrival_s: float
     turns: tuple[Turn, ...]
 
 
 def read_sessions(text: str) -> tuple[SessionKind, ...]:
-    """The conversations that `text` names: turns,KEY=VALUE… with settings of SessionKind, several
-    with `then` between them. Raises UserError for what is none."""
+    """Reads the conversations that `text` names: turns,KEY=VALUE… with settings of SessionKind,
+    several with `then` between them. Raises UserError for other text."""
     with user_errors(where=f"conversations {text!r}: "):
         found = (
             parse_option("kind", part.strip(), {KIND: setting_readers(SessionKind)})
@@ -139,8 +145,8 @@ def read_sessions(text: str) -> tuple[SessionKind, ...]:
 
 
 def draw_sessions(kinds: Sequence[SessionKind], vocabulary: int, seed: int) -> tuple[Session, ...]:
-    """The sessions of a seed, of random tokens below `vocabulary`; each kind begins when the last
-    of the one before came."""
+    """Draws the sessions of a seed, of random tokens below `vocabulary`. Each kind begins when the
+    last session of the previous kind has come."""
     corpus = draw_corpus(vocabulary, seed)
     found: list[Session] = []
     for number, kind in enumerate(kinds):
@@ -157,14 +163,14 @@ def draw_sessions(kinds: Sequence[SessionKind], vocabulary: int, seed: int) -> t
 
 
 def poisson_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
-    """float64[count]: times in seconds, of a Poisson process of `rate` a second."""
+    """Returns times in seconds of a Poisson process of `rate` a second, float64[count]."""
     return np.cumsum(rng.exponential(1.0 / rate, count))
 
 
 def bursty_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
-    """float64[count]: times in seconds with the mean `rate`, of a process that is on for ON_SHARE
-    of the time; on and off last exponentially long, on for BURST arrivals in the mean (an
-    interrupted Poisson process: Fischer and Meier-Hellstern, 1993)."""
+    """Returns times in seconds with the mean `rate`, float64[count], of a process that is on for
+    ON_SHARE of the time. On and off periods last exponentially long; an on period has BURST
+    arrivals in the mean (an interrupted Poisson process: Fischer and Meier-Hellstern, 1993)."""
     peak = rate / ON_SHARE
     on_s = BURST / peak
     off_s = on_s * (1.0 - ON_SHARE) / ON_SHARE
@@ -185,8 +191,8 @@ ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals}
 
 
 def draw_corpus(vocabulary: int, seed: int) -> list[np.ndarray]:
-    """int32[CORPUS_TOKENS] of each domain: it prefers its own part of the vocabulary, by Zipf's
-    law. Token 0 does not occur (models use it as the end of text)."""
+    """Returns int32[CORPUS_TOKENS] of each domain, which prefers its own part of the vocabulary, by
+    Zipf's law. Token 0 does not occur (models use it as the end of text)."""
     weights = 1.0 / np.arange(1, vocabulary)
     weights /= weights.sum()
     corpus = []
@@ -204,7 +210,7 @@ def _draw_turns(
     domain, turns, tools = int(rng.integers(DOMAINS)), [], 0
 
     def cut(tokens: int) -> tuple[int, ...]:
-        """A piece of the domain, around its end if need be."""
+        """Cuts a piece of the domain, continued at its beginning if need be."""
         start = rng.integers(CORPUS_TOKENS)
         return tuple(
             np.take(corpus[domain], np.arange(start, start + tokens), mode="wrap").tolist()
@@ -234,7 +240,8 @@ def _draw_turns(
 
 
 def read_priced_counts(engine: Engine) -> np.ndarray:
-    """int64[4]: decode steps, prefill steps, misses and KV pages moved so far, as in Prices."""
+    """Returns decode steps, prefill steps, misses and KV pages moved so far, int64[4], as in
+    Prices."""
     statistics, cache = engine.statistics, engine.scheduler.cache
     misses = statistics.paging["fills"] + statistics.paging["read_through"]
     pages = cache.swapped_in + cache.swapped_out
@@ -243,8 +250,8 @@ def read_priced_counts(engine: Engine) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Concurrent sessions, turn by turn: a turn is added when the one before has finished and its
-    pause has passed. Answers have the length that the workload says."""
+    """Concurrent sessions, turn by turn: a turn is added when the previous one has finished and its
+    pause has passed. The workload sets the length of answers."""
 
     sessions: tuple[Session, ...]
     prices: Prices
@@ -252,14 +259,14 @@ class Conversations:
     seed: int
 
     def play(self, engine: Engine) -> dict[str, Any]:
-        """Runs them to their end; the columns of their record, whose times are by the prices. A
-        refusal ends them, and all turns that were left are unserved."""
+        """Runs the sessions to their end. Returns the columns of their record, with times by the
+        prices. A refusal ends the run, and all remaining turns are unserved."""
         first, prices = read_priced_counts(engine), np.array(dataclasses.astuple(self.prices))
         now, seen, refusal = 0.0, first, None
         due = [(each.arrival_s, number, 0) for number, each in enumerate(self.sessions)]
         heapq.heapify(due)
         running: dict[int, tuple[int, Request, float]] = {}
-        """Session → its turn, the request of that, and when it came."""
+        """The turn of each session, its request, and when it came."""
         said: dict[tuple[int, int], Request] = {}
         first_tokens: dict[tuple[int, int], float] = {}
         try:

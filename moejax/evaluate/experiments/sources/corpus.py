@@ -1,4 +1,4 @@
-"""Texts, and the prompts of a grid that are cut from them."""
+"""Texts, and the prompts that a grid cuts from them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Part = tuple[float, float]
 
 TRAIN: Part = (0.0, 0.6)
 TEST: Part = (0.8, 1.0)
-"""Contiguous parts of a text: policies learn from the first, results are measured on the last, and
-settings are chosen on what is between (docs/how-to/compare_policies.md, "A fair comparison")."""
+"""Contiguous parts of a text. Policies learn from the first, results are measured on the last, and
+settings are chosen on the part between (docs/how-to/compare_policies.md, "A fair comparison")."""
 
 WARM_UP_TOKENS = 16
 
@@ -24,8 +24,8 @@ WARM_UP_TOKENS = 16
 def windows(
     ids: Sequence[int], count: int, length: int, name: str, part: Part = TEST
 ) -> list[tuple[int, ...]]:
-    """`count` windows of `length` tokens, spread evenly over a part of a text; they overlap where
-    it is shorter than all of them. Raises UserError for one that has no room for a window."""
+    """Cuts `count` windows of `length` tokens, spread evenly over a part of a text. They overlap if
+    the part is shorter than all of them. Raises UserError for a part without room for a window."""
     begin, end = (int(share * len(ids)) for share in part)
     if end - begin < length:
         which = "last fifth" if part == TEST else "first three fifths"
@@ -47,8 +47,12 @@ class Prompts:
         self._tokenizer: Any = None
 
     def workload(self, cell: Cell, warm_up: bool = False) -> PromptBatches:
-        """The cell's prompts. warm_up: as few tokens as tell an engine everything. Raises UserError
-        for a text without room for one."""
+        """Returns the cell's prompts.
+
+        - `warm_up`: take only as few tokens as show an engine everything.
+
+        Raises UserError for a text without room for a prompt.
+        """
         asked = self._experiment
         # The same prompts at any batch, or the first of the largest.
         most = asked.prompts or max(asked.batch)
@@ -58,7 +62,7 @@ class Prompts:
         return PromptBatches(tuple(prompts), cell.batch, output, asked.temperature, cell.seed)
 
     def training(self) -> PromptBatches:
-        """Prompts from the training parts of all texts together, of the shortest length."""
+        """Returns prompts from the training parts of all texts together, of the shortest length."""
         asked, length = self._experiment, min(self._experiment.prompt_tokens)
         found = [
             window
@@ -69,12 +73,12 @@ class Prompts:
         return PromptBatches(tuple(found), batch, asked.output_tokens, asked.temperature, seed)
 
     def quality_tokens(self, text: str) -> list[int]:
-        """Those whose quality is measured: the first of a text's last fifth."""
+        """Returns the tokens whose quality is measured: the first of a text's last fifth."""
         ids = self.tokens(text)
         return ids[int(TEST[0] * len(ids)) :][: self._experiment.quality_tokens]
 
     def tokens(self, text: str) -> list[int]:
-        """All of a text."""
+        """Returns all tokens of a text."""
         asked = self._experiment
         if text not in self._ids:
             if self._tokenizer is None:

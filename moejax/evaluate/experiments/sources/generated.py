@@ -1,4 +1,4 @@
-"""Routing without a model: drawn, or of a trace that is there."""
+"""Routing without a model: drawn, or of an existing trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moejax.traces.generated_traces import write_generated_trace
 from pallas_kernels.option_text import Reader, parse_option, share, whole
 
 EXPERT_BYTES = 9 << 20
-"""An expert of drawn routing, where nothing else is said, is Qwen3-30B-A3B's."""
+"""Bytes of an expert of drawn routing by default: Qwen3-30B-A3B's."""
 
 _SETTINGS: Mapping[str, Reader] = {
     **dict.fromkeys(("layers", "experts", "top_k", "phase_tokens", "expert_bytes"), whole(1)),
@@ -29,14 +29,14 @@ class GeneratedRouting:
 
     name: str
     kind: str | None
-    """A kind of host_offload.traces.generators; None: a trace's."""
+    """A kind of host_offload.traces.generators; None: the routing is of a trace."""
     settings: Mapping[str, Any]
     directory: Path | None
-    """The trace; None: it is drawn."""
+    """Directory of the trace; None: the routing is drawn."""
 
     def trace(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
-        """The trace; drawn below `root` where it is not there yet: one prefill step of `prompt`
-        tokens of `batch` sequences, then `output` decode steps."""
+        """Returns the trace. Routing that is not there yet is drawn below `root`: one prefill step
+        of `prompt` tokens of `batch` sequences, then `output` decode steps."""
         if self.directory is not None:
             return read_trace(self.directory)
         assert self.kind is not None
@@ -61,8 +61,8 @@ class GeneratedRouting:
 
 
 def read_routing(text: str, home: Path) -> GeneratedRouting:
-    """The routing that `text` names: KIND or KIND,KEY=VALUE…, drawn, or the directory of a trace
-    from `home` on. Raises UserError for what is neither, saying what to write."""
+    """Reads the routing that `text` names: KIND or KIND,KEY=VALUE…, which is drawn, or the
+    directory of a trace from `home`. Raises UserError for other text, saying what to write."""
     if text.partition(",")[0] in KINDS:
         with user_errors(where=f"routing {text!r}: "):
             found = parse_option("routing", text, dict.fromkeys(KINDS, _SETTINGS))

@@ -18,13 +18,15 @@ class Mix:
 
     name: str
     precision: Precision
-    """What it is; until it has learned, one with as many high experts as then, drawn."""
+    """The precision. Until it has learned, it has as many high experts as afterwards, drawn at
+    random."""
     learns: str | None = None
-    """What a trace of the texts' training part says: `map` or `scores`."""
+    """What it learns from a trace of the texts' training part: `map` or `scores`."""
     files: tuple[Path, ...] = ()
 
     def teach(self, trace: Trace) -> Mix:
-        """This precision with what `trace` teaches. Raises UserError for a trace of no use."""
+        """Returns this precision with what `trace` teaches. Raises UserError for a trace that
+        cannot be used."""
         if self.learns is None:
             return self
         found = self.precision
@@ -41,10 +43,12 @@ class Mix:
 
 
 def read_mix(text: str, home: Path) -> Mix:
-    """The precision that `text` names, as --precision takes it. With map=train the experts are high
-    that the texts' training part selects most; dynaexq takes scores=train.
+    """Returns the precision that `text` names, as --precision takes it. With map=train, those
+    experts are high that the texts' training part selects most; dynaexq takes scores=train.
 
-    home: where files that are not absolute are. Raises UserError for what is none of these.
+    - `home`: where relative files are.
+
+    Raises UserError for other text.
     """
     where, learns, files = f"precision {text!r}: ", None, []
 
