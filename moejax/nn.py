@@ -71,8 +71,9 @@ class ExpertMemory(NamedTuple):
     to every step, and use the one that the step returns for the next."""
 
     arena: jax.Array
-    """uint16[rows, D]."""
+    """uint16[rows, D]: the cells of all layers, each a record."""
     tables: Tables
+    """The tables that map experts to cells."""
     counts: jax.Array
     """int32[L, 4]: sums of Paging's fields since `allocate`."""
 
@@ -112,7 +113,7 @@ class PagedExperts(nnx.Module):
             )
         self.activation = activation
         self.records = HostRecords(store.arrays["dense"])
-        """uint16[L, E, rows, D]."""
+        """uint16[L, E, rows, D]: the dense records of all experts."""
         self.layers, self.experts = store.arrays["dense"].shape[:2]
 
     @classmethod
@@ -170,6 +171,7 @@ class PagedExperts(nnx.Module):
 
     @property
     def device(self) -> jax.Device:
+        """The device whose pinned host memory holds the records."""
         (device,) = self.records.get_value().sharding.device_set
         return device
 
@@ -205,7 +207,7 @@ class PagedExperts(nnx.Module):
         """Changes the number of cells of each layer, between two steps. Experts whose cell stays
         remain resident, and no step is compiled again.
 
-        - `memory`: from `allocate` of the same PagedExperts; do not use it afterwards.
+        - `memory`: of the same PagedExperts; do not use it afterwards.
         - `cells`: for each layer, from 0 to the number of experts.
 
         Returns the new memory. Raises UserError for more cells than a layer has experts or than the

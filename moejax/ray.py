@@ -81,7 +81,7 @@ def generate(
     """
     ray = require_ray()
     scale = Scale(address, workers, cores_per_worker)
-    open_connection(address, scale.cpus)  # for the process's life, as Ray Data's own
+    open_connection(address, scale.cpus)  # stays open until the process ends, as Ray Data's own do
     asked = worker_options(Generator, model, options, scale)
     given = asked.arguments[1]
     params = sampling_params

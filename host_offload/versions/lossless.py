@@ -48,7 +48,7 @@ def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -
 
 
 def _encode_rows(bits: np.ndarray, tables: np.ndarray, byte: np.ndarray, code: np.ndarray) -> None:
-    """Fills tables, bytes and codes of whole blocks, of which the last may be shorter.
+    """Fills tables, bytes and codes of whole blocks. The last block may be shorter.
 
     - `bits`: uint16[rows, D], the bits of the weights.
     - `tables`: uint16[blocks, 1 + escapes], all zero.

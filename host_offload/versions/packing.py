@@ -25,7 +25,8 @@ def pack(codes: np.ndarray, bits: int, down: bool, into: np.ndarray) -> None:
 
     - `codes`: uint8[I, D].
     - `bits`: bits of a code.
-    - `down`: planes are equal parts of I, of which the last may be shorter; else of D.
+    - `down`: planes are parts of I, all equal except the last, which may be shorter; else they are
+      equal parts of D.
     - `into`: the part, as `part` returns it.
     """
     planes, (rows, columns) = 16 // bits, codes.shape

@@ -279,7 +279,7 @@ def check_orbax_options(
 
 
 def require_records(path: str | os.PathLike, kind: str) -> None:
-    """Raises UserError for a format of which single experts cannot be read.
+    """Raises UserError for a format from which single experts cannot be read.
 
     - `kind`: the result of checkpoint_format.
     """

@@ -105,7 +105,7 @@ def wants_cluster(args: argparse.Namespace) -> bool:
 
 @contextmanager
 def connect_cluster(args: argparse.Namespace) -> Iterator[Scale]:
-    """Connects to the cluster of --ray. Yields how many workers of which size it runs."""
+    """Connects to the cluster of --ray. Yields its address, and the number and size of workers."""
     from moejax.serve.cluster.ray_cluster import connect
     from moejax.serve.cluster.workers import Scale
 

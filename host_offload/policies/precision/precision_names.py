@@ -85,10 +85,12 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
+        """Whether there is a high and a low version."""
         return len(self.versions) > 1
 
     @property
     def policies(self) -> tuple[Policy, ...]:
+        """The policies that change versions while the model runs."""
         return () if self.policy is None else (self.policy,)
 
     def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:

@@ -23,16 +23,17 @@ class Forest(NamedTuple):
     itself."""
 
     feature: np.ndarray
-    """int16[T, M]"""
+    """int16[T, M]: the feature that a node compares with its threshold."""
     threshold: np.ndarray
     """float32[T, M]: rows with at most this value go left."""
     left: np.ndarray
-    """int16[T, M]"""
+    """int16[T, M]: the node's child for rows that go left."""
     right: np.ndarray
+    """int16[T, M]: the node's child for all other rows."""
     leaf: np.ndarray
     """int16[T, M]: number of the leaf; 0 for other nodes."""
     value: np.ndarray
-    """float32[T, V, E]"""
+    """float32[T, V, E]: the prediction of each leaf."""
     depth: np.ndarray
     """int16[1]: most steps from a root to a leaf."""
 
@@ -54,13 +55,14 @@ class Seen(NamedTuple):
     """The data that is known once a layer is routed."""
 
     gate_input: np.ndarray
-    """float32[N, D], finite."""
+    """float32[N, D]: the input of the layer's router, finite."""
     ids: np.ndarray
-    """int[N, k]"""
+    """int[N, k]: the chosen experts."""
     weights: np.ndarray
-    """float[N, k]"""
+    """float[N, k]: the weight of each chosen expert."""
     history: Sequence[np.ndarray]
-    """int[N, k] of earlier layers, the nearest first; at most HISTORY, fewer at the start."""
+    """int[N, k] each: the choices of earlier layers, the nearest first. It has at most HISTORY, and
+    fewer in the first layers."""
 
 
 def pre_gate(said: np.ndarray, top_k: int) -> np.ndarray:

@@ -62,10 +62,12 @@ class Leaf:
 
     @property
     def chunk_bytes(self) -> int:
+        """Bytes of one chunk."""
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def zarr(self) -> dict[str, Any]:

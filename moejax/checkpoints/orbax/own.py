@@ -49,6 +49,7 @@ class StoredCheckpoint(Checkpoint):
 
     @property
     def tree(self) -> pathlib.Path:
+        """The directory of Orbax's tree."""
         return self.directory / self.manifest.tree
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
