@@ -89,16 +89,15 @@ def in_one_pool(references: References) -> References:
 
 
 def min_transfers(references: References, cells: int | Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64[L]: the fewest experts that any policy must move, on demand or ahead, with cells[l]
-    cells in each layer (for one pool: in_one_pool).
+    """Returns the fewest experts that any policy must move, on demand or ahead, with cells[l] cells
+    in each layer: int64[L] (for one pool: in_one_pool).
 
-    MIN (Belady 1966) for sets and with bypass: after each step those stay whose next use is
-    nearest. That keeps the largest number of intervals between uses of which no more than `cells`
-    overlap (Faigle & Nawijn 1995), so no policy saves more transfers.
+    MIN (Belady 1966) for sets and with bypass: after each step, those experts stay whose next use
+    is nearest. That keeps the largest number of intervals between uses of which no more than
+    `cells` overlap (Faigle & Nawijn 1995), so no policy saves more transfers. If steps were left
+    out (references.unknown), the cache may hold anything there, at no cost.
 
-    Where steps were left out (references.unknown) the cache may hold anything, at no cost.
-
-    Raises ValueError where a layer has fewer cells than its largest step set: no bound is claimed
+    Raises ValueError for a layer with fewer cells than its largest step set: no bound is claimed
     there.
     """
     held = np.broadcast_to(np.asarray(cells, np.int64), references.layers)

@@ -93,30 +93,31 @@ def simulate(
     clock: Callable[[int], float] | None = None,
     as_run: bool = False,
 ) -> Simulation:
-    """What the steps of a trace would have moved under these policies, from a cold start.
+    """Simulates what the steps of a trace would have moved under these policies, from a cold start.
 
     - `eviction`, `prefetch`, `placement`, `policies`: as in moejax.LLM, but a placement states all
       of its costs, or `costs` has them.
-    - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, which may be
-      that every expert is resident.
+    - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, with which
+      every expert may be resident.
     - `driver`: `device` or `host`, which has moments between layers; None: the trace's.
-    - `spec`: what policies are told, for a trace that does not say it (a converted one) and for
-      `router`.
-    - `budgets`: which budget is carried out before which step, as Trace.budgets has the run's.
+    - `spec`: what policies are told, for `router` and for a trace that does not say it (a converted
+      one).
+    - `budgets`: the budget carried out before each step, in the form of Trace.budgets.
     - `costs`: what policies are told of costs; None: the spec's.
     - `listener`: called with each event of the Controller.
     - `watcher`: called with each step after its dispatch.
     - `clock`: seconds from the start to the reading of a step, by its number; None: the trace's.
-    - `as_run`: all of this is as in the run that wrote the trace, so routing that favoured
-      residents is what it would be.
+    - `as_run`: whether all arguments are as in the run that wrote the trace, so that routing that
+      favoured resident experts is unchanged.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
-    now; without times each is read when the next one was dispatched. Without `budgets` cells that a
-    policy wants are granted at once: KV is not simulated, and a policy that decides about KV is
+    now; without times each is read when the next one was dispatched. Without `budgets`, cells that
+    a policy wants are granted at once: KV is not simulated, and a policy that decides about KV is
     refused.
 
-    Raises TraceError for a trace that is damaged, of another model, or without what a policy needs;
-    PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
+    Raises TraceError for a trace that is damaged, of another model, or without data that a policy
+    needs; PolicyError or ValueError for policies that cannot run and for cells that do not fit the
+    model.
     """
     header = trace.header
     if (delta := header.spec.get("cache_aware_routing")) and not as_run:
@@ -236,8 +237,8 @@ def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
 
 
 def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> PagedSpec:
-    """Returns the cells of each layer and the version that misses fill at the start: the trace's,
-    or version 0 if all cells are of that version."""
+    """Returns the cells of each layer and the version that misses fill at the start, by default as
+    in the trace. Misses fill version 0 if cells are of one version."""
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
     paged = read_paged(header.spec.get("paged"))

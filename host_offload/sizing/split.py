@@ -42,7 +42,7 @@ class Division:
     least_cap: int = 0
     """C_min; the paper's is top-k. With read-through 0 is legal."""
     unit_bytes: int | None = None
-    """None: page_bytes."""
+    """Bytes of a KV unit; None: page_bytes."""
     unit_pages: int = 1
     page_tokens: int = 1
     """T_b, for messages."""

@@ -50,10 +50,10 @@ class StorageModel:
     """Halves of the window that are memory of the arena; the other half is beside it."""
 
     def experts_bytes(self, placement: np.ndarray, halves: int | None = None) -> int:
-        """Returns C_exp, the device bytes of residents and of the window of two layers, each as
-        large as the largest if layers differ.
+        """Returns C_exp, the device bytes of residents and of the window, whose halves are as large
+        as the largest layer if layers differ.
 
-        - `halves`: count this many halves of the window instead of both.
+        - `halves`: halves of the window to count; None: those in the arena.
         """
         halves = self.halves if halves is None else halves
         dense, packed, _ = placement.sum(axis=0).tolist()

@@ -131,17 +131,19 @@ def choose(scores: np.ndarray, top_k: int) -> RoutedTokens:
 def routing_generator(
     kind: str, layers: int = 48, experts: int = 128, top_k: int = 8, phase_tokens: int = 64
 ) -> RoutingGenerator:
-    """One of KINDS, by default of Qwen3-30B-A3B's shape.
+    """Returns a generator of one of KINDS, by default of Qwen3-30B-A3B's shape.
 
-    "qwen3-like": fitted to what is published of Qwen3-30B-A3B: of 128 experts a batch of 1, 2, 4,
-    8, 16, 32 tokens activates 6.3, 11.6, 20.1, 31.9, 46.5, 62.0% (DynaExq, Table 1), which sets
-    skew, and about half of a layer's top-8 is carried over to the next token (WiSP, section 4),
-    which sets memory. No figure is published for `shared`; it is a choice. The constants are right
-    for 128 experts and top-8; other shapes get the same distribution of scores.
-    "uniform": every set of k experts is as likely, each token anew. "zipf": Zipf's law with
-    exponent 1, each token anew. "phases": qwen3-like, and every phase_tokens tokens the hot experts
-    change (DynaExq, Figure 2: the ten hottest experts of text, mathematics and code can be
-    disjoint). Raises ValueError for another kind.
+    - `qwen3-like`: fitted to what is published of Qwen3-30B-A3B. Of 128 experts a batch of 1, 2, 4,
+      8, 16, 32 tokens activates 6.3, 11.6, 20.1, 31.9, 46.5, 62.0% (DynaExq, Table 1), which sets
+      skew. About half of a layer's top-8 is carried over to the next token (WiSP, section 4), which
+      sets memory. No figure is published for `shared`; it is a choice. The constants are right for
+      128 experts and top-8; other shapes get the same distribution of scores.
+    - `uniform`: every set of k experts is equally likely, independently for each token.
+    - `zipf`: Zipf's law with exponent 1, independently for each token.
+    - `phases`: qwen3-like, with other hot experts after every phase_tokens tokens (DynaExq, Figure
+      2: the ten hottest experts of text, mathematics and code can be disjoint).
+
+    Raises ValueError for another kind.
     """
     if kind not in KINDS:
         raise ValueError(f"routing is one of {', '.join(KINDS)}, not {kind!r}")

@@ -65,7 +65,7 @@ class TraceStatistics:
     activated_uniform: dict[int, float]
     """Like `activated`, if routing were uniform: f = k/E."""
     experts_for_90: float
-    """How many experts of a layer have 90% of all routing."""
+    """Number of experts of a layer that have 90% of all routing."""
     domains: tuple[str, ...]
     """The compared domains: sessions, or parts between marks; at most MAX_GROUPS."""
     distances: tuple[DomainDistance, ...]

@@ -91,9 +91,9 @@ class PerplexityResult:
     limit: int | None
     texts: tuple[TextLikelihood, ...]
     model: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """What `model_report` returns."""
+    """The result of `model_report`."""
     run: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """What `run_report` and `cost_report` return."""
+    """The results of `run_report` and `cost_report`."""
 
     @property
     def total(self) -> Likelihood:

@@ -70,7 +70,7 @@ class Transfers:
     """How experts get to the device: by the step's own `ops`, or a `queue`."""
 
     name: str | None = None
-    """None: `queue` where experts are in files or stream, else `ops`."""
+    """`ops` or `queue`; None: `queue` if experts are in files or stream, else `ops`."""
     chunk_bytes: int | None = setting(
         "with queue: bytes of a piece; an urgent transfer waits for one piece (default: 1MiB; a "
         "matrix of an expert on a GPU and with XLA ops)",

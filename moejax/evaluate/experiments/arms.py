@@ -46,7 +46,7 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {
     **POLICIES.fits,
     **PREFETCH.fits,
 }
-"""By name, what makes the policy of NAME=train from a trace of the texts' training part;
+"""Makers of the policy of NAME=train, by name, from a trace of the texts' training part;
 ExpertFlow's takes the model's routers too."""
 
 _MAPS = {"probs", "embedding"}
@@ -58,7 +58,7 @@ _LEARNED_FROM = {
     "learned": {"gate_input"},
     "promoe": {"gate_input"},
 }
-"""By name, what such a trace must have beside the routing."""
+"""Arrays that such a trace must have beside the routing, by name."""
 
 
 def _mv_wsa(
@@ -228,7 +228,7 @@ def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
 def _read_policy(
     text: str, where: str, home: Path, shared: bool
 ) -> tuple[Policy | Later, dict[str, str]]:
-    """(the policy, its files with their SHA-256)"""
+    """Returns (the policy, its files with their SHA-256)."""
     name, _, pairs = text.partition(",")
     base, _, path = name.partition("=")
     place, colon, class_name = name.rpartition(":")

@@ -498,7 +498,7 @@ def check_experiment(asked: Experiment) -> None:
 
 
 def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
-    """(whether two keys contradict each other, the message)"""
+    """Yields (whether two keys contradict each other, the message)."""
     yield (
         asked.baseline not in asked.arms,
         f"baseline {asked.baseline!r} is none of the policies; write one of "

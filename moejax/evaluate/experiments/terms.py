@@ -36,7 +36,7 @@ class Terms:
     engine."""
 
     spec: Spec
-    """What an engine of all budgets tells policies."""
+    """The Spec that an engine of all budgets gives its policies."""
     slot_bytes: int
     """Bytes of an expert's slot."""
     record: RecordFormat | None = None

@@ -52,8 +52,8 @@ def step_shapes(
 
     - `bucketed`: whether decode is also compiled for fewer rows and shorter contexts, and prefill
       for fewer chunks. A kernel's grid is static, so smaller shapes need their own.
-    - `kernels`: whether an op is a kernel. Then products of few rows are padded to the sizes that
-      the checks cover, since no start may run another size.
+    - `kernels`: whether an op is a kernel. Then a few rows are rounded up to a number that the
+      checks of kernels cover, since no start may run another number.
     """
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))

@@ -56,8 +56,8 @@ def tables_of(records: Records) -> Iterator[Table]:
 
 
 def mean_over_seeds(records: Records) -> list[Line]:
-    """Returns the summary with several seeds of a place as one line: means of numbers, with `seeds`
-    and the range of misses."""
+    """Returns the summary, with several seeds of a place as one line: means of numbers, with
+    `seeds` and the range of misses."""
     by_place: dict[tuple[Any, ...], list[Line]] = {}
     for line in records.summary():
         key = tuple(line[name] for name in PLACE if name != "seed")
