@@ -1,4 +1,4 @@
-"""The slot arena: one fixed buffer on the device and, on the host, what each slot is used for."""
+"""The slot arena: one fixed buffer on the device, and the host's books of the use of each slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SlotClass(IntEnum):
 
 
 def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
-    """The arena itself: uint16[rows, D] on the device, zeros, never reallocated."""
+    """Allocates the arena, uint16[rows, D] of zeros on the device."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     arena = jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
     if device.platform == "cpu":
@@ -33,8 +33,9 @@ def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
 
 
 def own_arena(rows: int, hidden: int) -> ArenaMemory:
-    """The same as memory of the library of native CPU ops: 2 MiB-aligned, of pages as
-    device_memory.advise asks for, all there before the first step. Raises MemoryError."""
+    """Allocates the arena as memory of the native CPU library: aligned to 2 MiB, in huge pages if
+    the system gives them, and touched before the first step. Raises MemoryError if there is not
+    enough."""
     memory = ArenaMemory(rows, hidden)
     advise(memory.address, memory.nbytes)
     ctypes.memset(memory.address, 0, memory.nbytes)
@@ -44,9 +45,16 @@ def own_arena(rows: int, hidden: int) -> ArenaMemory:
 def place_cells(
     cell_row: np.ndarray, per_layer: Sequence[int], slots: Iterable[int], slot_rows: int
 ) -> np.ndarray:
-    """cell_row int32[L, C] with so many cells granted to each layer, one slot of slot_rows arena
-    rows each. Cells stay where they are as far as the numbers allow; new ones take the first of
-    `slots` that no cell holds. A new array.
+    """Grants each layer so many cells, one slot each.
+
+    Cells keep their place as far as the numbers allow. New cells take the first of `slots` that no
+    cell holds.
+
+    - `cell_row`: int32[L, C], present cells.
+    - `per_layer`: cells of each layer.
+    - `slot_rows`: arena rows of a slot.
+
+    Returns the new cell_row, a new array.
     """
     cell_row = cell_row.copy()
     for layer, wanted in enumerate(per_layer):
@@ -61,13 +69,16 @@ def place_cells(
 
 
 class OutOfPages(Exception):
-    """No free page: the caller waits or moves something out."""
+    """Raised if there are too few free pages. The caller waits, or moves something out."""
 
 
 class SlotArena:
-    """Who owns which slot, cell and page. Plain bookkeeping: the device sees table contents only.
+    """Books which slots, cells and pages are used, and for what. It touches no device memory; the
+    device only sees contents of tables.
 
-    layers: MoE layers. experts: experts a layer. cells: C, the tables' bound of cells a layer.
+    - `layers`: MoE layers.
+    - `experts`: experts of a layer.
+    - `cells`: C, most cells of a layer.
     """
 
     def __init__(self, layout: SlotLayout, slots: int, layers: int, experts: int, cells: int):
@@ -75,18 +86,18 @@ class SlotArena:
         self.slot_class = np.full(slots, SlotClass.FREE, np.int8)
         self.cell_row = np.full((layers, cells), -1, np.int32)
         self._by_version = False
-        """Slots are cut into cells of several versions."""
+        """Whether slots are cut into cells of several versions."""
         kv_rows, page = layout.kv_rows_per_slot, layout.page
         self._kv = CellPools((), kv_rows, (page.rows,), (layout.pages_per_slot,))
 
     # ---- experts
 
     def grant_cells(self, per_layer: Sequence[int]) -> np.ndarray:
-        """Gives each layer so many dense cells, one slot each; returns the new cell_row [L, C].
+        """Gives each layer so many dense cells, one slot each. Returns the new cell_row [L, C].
 
-        Keeps cells where they are as far as the numbers allow, so that residents survive. Shrinks
-        before it grows. Raises ValueError, changing nothing, when a layer asks for more than C
-        cells or more slots are wanted than KV leaves.
+        Cells keep their place as far as the numbers allow, so that residents survive. Raises
+        ValueError, changing nothing, if a layer would have more than C cells, or if KV leaves too
+        few slots.
         """
         layers, bound = self.cell_row.shape
         if self._by_version:
@@ -104,18 +115,19 @@ class SlotArena:
         return self._set_cells(slots, place_cells(self.cell_row, per_layer, slots, slot_rows))
 
     def _set_cells(self, slots: np.ndarray, cell_row: np.ndarray) -> np.ndarray:
-        """Experts have those of the slots that cells lie in; returns the new cell_row."""
+        """Makes the slots with cells experts' and the other ones of `slots` free. Returns the new
+        cell_row."""
         self.slot_class[slots] = SlotClass.FREE
         self.slot_class[cell_row[cell_row >= 0] // self.layout.slot_rows] = SlotClass.EXPERT
         self.cell_row = cell_row
         return cell_row.copy()
 
     def grant_versions(self, per_layer: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Gives each layer so many cells of each version, [L, V]; returns the new cell_row and
-        cell_version [L, C]. Cells of a slot may be of several layers, but of one version.
+        """Gives each layer so many cells of each version, [L, V], at the start, when nothing is
+        resident. Cells of a slot may belong to several layers, but have one version.
 
-        For a start: nothing stays resident. Raises ValueError, changing nothing, when a layer asks
-        for more than C cells or more slots are wanted than KV leaves.
+        Returns (cell_row, cell_version) [L, C]. Raises ValueError, changing nothing, if a layer
+        would have more than C cells, or if KV leaves too few slots.
         """
         layers, bound = self.cell_row.shape
         versions = len(self.layout.records)
@@ -142,10 +154,10 @@ class SlotArena:
         return self._set_cells(slots, cell_row), cell_version
 
     def grant_expert_slots(self, slots: int) -> None:
-        """Makes the first so many slots experts', for cells of any versions: cell_row stays as it
-        is, and the placement says which cells they are cut into.
+        """Makes the first `slots` slots experts', for cells of any versions. It leaves cell_row
+        alone: a placement says into which cells the slots are cut.
 
-        Raises ValueError, changing nothing, where there are not so many or KV holds one of them.
+        Raises ValueError, changing nothing, if there are too few slots or KV holds one of them.
         """
         if slots > self.slots or np.any(self.slot_class[:slots] == SlotClass.KV):
             free = int(np.argmax([*(self.slot_class == SlotClass.KV), True]))
@@ -155,7 +167,7 @@ class SlotArena:
         self._by_version = True
 
     def take_free_slots(self) -> list[int]:
-        """Makes all free slots experts'; returns their numbers."""
+        """Makes all free slots experts'. Returns their numbers."""
         slots = np.flatnonzero(self.slot_class == SlotClass.FREE)
         self.slot_class[slots] = SlotClass.EXPERT
         return slots.tolist()
@@ -165,8 +177,8 @@ class SlotArena:
     def grant_kv_slots(self, slots: int) -> None:
         """Makes exactly so many slots KV, from the back of the arena.
 
-        Raises ValueError, changing nothing, when experts hold the slots wanted or when fewer are
-        wanted than hold live pages (a KV slot must be empty to change class).
+        Raises ValueError, changing nothing, if experts hold the wanted slots, or if more slots hold
+        live pages (a KV slot must be empty to change class).
         """
         have, free = len(self._kv.slots), np.flatnonzero(self.slot_class == SlotClass.FREE)
         if slots > have + len(free):
@@ -189,17 +201,20 @@ class SlotArena:
         return self._kv.free_cells(0) + self._kv.free_slots * self.layout.pages_per_slot
 
     def allocate_pages(self, count: int, but: int | None = None) -> list[int]:
-        """KV rows of so many pages. Takes from the fullest slots first and stays in a slot as long
-        as it lasts, so that slots become empty together. but: a slot of which none is taken; the
-        caller has looked that there are enough elsewhere. Raises OutOfPages, taking nothing."""
+        """Takes pages, from the fullest slots first, so that other slots become empty.
+
+        - `but`: a slot to leave out; the caller makes sure that the others have enough pages.
+
+        Returns the KV rows of the pages. Raises OutOfPages, taking nothing, if too few are free.
+        """
         if count > self.free_pages:
             raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.pages} are free")
         rows = (self._kv.allocate(0, but=but) for _ in range(count))
         return [row for row in rows if row is not None]
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
-        named twice."""
+        """Gives pages back. Raises ValueError, and gives none back, if a page is not allocated or
+        occurs twice."""
         for page in pages:
             if not self._kv.is_taken(page):
                 raise ValueError(f"page at KV row {page} is not allocated")

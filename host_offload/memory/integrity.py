@@ -1,5 +1,5 @@
-"""The invariants of arena, tables and store. The arena is read record by record: a live host view
-of all of it would defeat its donation, and would have to wait for the step."""
+"""Checks the invariants of arena, tables and store. It reads the arena record by record: a host
+view of the whole arena would prevent its donation, and would have to wait for the step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ def count_faults(
     record_rows: Sequence[int],
     is_intact: Callable[[int, int, int, int], bool],
 ) -> list[int]:
-    """How often each of FAULTS is there. record_rows: arena rows of a cell, by version number.
-    is_intact: says of (layer, expert, version, arena row) whether the record there is the
-    expert's."""
+    """Counts each of FAULTS.
+
+    - `record_rows`: arena rows of a cell, by version number.
+    - `is_intact`: whether the arena has the expert's record, given (layer, expert, version, arena
+      row).
+    """
     experts = np.arange(tables.address.shape[1])
     owns = tables.owner[:, :, None] == experts  # [L, C, E]
-    # An expert may also own a cell of another version, but its current version is one place.
+    # An expert may own cells of several versions, but only one cell of its current version.
     current = owns & (tables.cell_version[:, :, None] == tables.version[:, None, :])
     right = current & (tables.cell_row[:, :, None] == tables.address[:, None, :])
     unowned = (tables.address >= 0) & (np.sum(right, axis=1) != 1)
@@ -57,21 +60,25 @@ def count_faults(
 
 
 def describe_faults(counts: Sequence[int]) -> list[str]:
-    """The broken invariants in words; empty when all hold."""
+    """Describes the broken invariants, given the count of each; empty if all hold."""
     return [f"{text} ({n}×)" for text, n in zip(FAULTS, counts, strict=True) if n]
 
 
 @functools.partial(jax.jit, static_argnames="rows")
 def copy_rows(arena: jax.Array, row: jax.Array | int, rows: int) -> jax.Array:
-    """A copy of so many arena rows from one on, or of the last ones that there are."""
+    """Copies `rows` arena rows from `row` on, or the last ones of the arena."""
     return lax.dynamic_slice(arena, (row, 0), (rows, arena.shape[1]))
 
 
 def has_record(
     record: np.ndarray, source: RecordSource, layer: int, expert: int, lies: VersionFormats | None
 ) -> bool:
-    """Whether a record of a cell, uint16[rows, D], is what the source has of an expert, where it
-    has the layer. lies: how the version lies in a cell and in the source; None: alike in both."""
+    """Whether a cell's record equals the source's record of the expert; True for a layer that the
+    source lacks.
+
+    - `record`: uint16[rows, D].
+    - `lies`: formats of the version in a cell and in the source; None: the same.
+    """
     place = layer if lies is None else int(lies.place(layer))
     if place < 0:
         return True

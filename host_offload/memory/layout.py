@@ -1,4 +1,4 @@
-"""Where things lie inside a slot: expert records and KV pages, as plain numbers.
+"""The layout of expert records and KV pages inside a slot, as plain numbers.
 
 The arena is one ``uint16[num_rows, hidden]``. A *row* is ``hidden`` uint16 elements, whatever the
 model's dtype; a 32-bit value takes two elements, so a float32 weight row takes two arena rows.
@@ -19,8 +19,7 @@ _DTYPES = {2: "bfloat16", 4: "float32"}
 
 
 def default_dtype(itemsize: int) -> str:
-    """The dtype of values of so many bytes where none is said. Raises ValueError for other than 2
-    and 4."""
+    """Returns the default dtype of values of so many bytes. Raises ValueError unless 2 or 4."""
     if itemsize not in _DTYPES:
         raise ValueError(f"expert weights are 2 or 4 bytes a value, not {itemsize}")
     return _DTYPES[itemsize]
@@ -31,9 +30,9 @@ class PageLayout:
     """One KV page: `block_size` tokens of every layer, in rows of `row_values` values.
 
     Within a page, layer l owns ``rows_per_layer`` KV rows from ``l · rows_per_layer``; there, token
-    t has ``rows_per_token`` rows from ``t · rows_per_token``. What they hold is the matter of the
-    model's kind of attention (`pallas_kernels.kv_write.KVPage`). A token's rows are one contiguous
-    run, so writing it is one copy.
+    t has ``rows_per_token`` rows from ``t · rows_per_token``. The model's kind of attention defines
+    their contents (`pallas_kernels.kv_write.KVPage`). A token's rows are contiguous, so writing a
+    token is one copy.
     """
 
     layers: int
@@ -63,7 +62,7 @@ class PageLayout:
 
 @dataclasses.dataclass(frozen=True)
 class SlotLayout:
-    """The fixed size of a slot and how experts and pages are cut from it."""
+    """The fixed size of a slot, and how it is cut into experts or pages."""
 
     records: tuple[RecordFormat, ...]
     """Resident versions; the index is the version number in the tables."""
@@ -94,7 +93,7 @@ class SlotLayout:
         return self.slot_rows * self.hidden // self.page.row_elements
 
     def page_row(self, slot: int, page: int) -> int:
-        """KV row of a page."""
+        """Returns the KV row of a page of a slot."""
         return slot * self.kv_rows_per_slot + page * self.page.rows
 
 
@@ -110,17 +109,20 @@ def slot_layout(
     versions: Sequence[str] = ("dense",),
     dtype: str | None = None,
 ) -> SlotLayout:
-    """The slot for a model: one record of the largest version, rounded up so that a whole number of
-    the smaller ones fits where that wastes less, and as many whole pages as fit into it.
+    """Chooses the slot of a model. It holds one record of the largest version and as many whole
+    pages as fit. It is rounded up to whole smaller records if that wastes less.
 
-    The arguments are those of RecordFormat and PageLayout. itemsize is that of weights and of KV;
-    layers are all attention layers. block_size: by default the one of 16, 32, 64 that wastes least
-    of a slot, the smaller of equals. Where not even one page of the smallest block fits into a
-    record (few narrow experts, many layers), the slot grows to hold one. versions: those that can
-    be resident, in the order of their numbers.
+    If not even one page of the smallest block fits into a record (few narrow experts, many layers),
+    the slot grows to hold one. Arguments are those of RecordFormat and PageLayout.
 
-    Raises ValueError for a block_size that is not legal, for no version or one named twice, and for
-    what RecordFormat and PageLayout refuse.
+    - `itemsize`: bytes of a value, of weights and of KV.
+    - `layers`: attention layers.
+    - `block_size`: tokens of a page (default: the one of 16, 32, 64 that wastes least of a slot,
+      the smaller of equals).
+    - `versions`: versions that can be resident, in the order of their numbers.
+
+    Raises ValueError for a block_size that is not legal, without a version, for a version named
+    twice, and for what RecordFormat and PageLayout refuse.
     """
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {block_size}")
@@ -138,7 +140,7 @@ def slot_layout(
     rows = max(_whole_records(records), -(-pages[0].nbytes // (hidden * 2)))
     # A slot must begin at a whole KV row, or page addresses would not be integers.
     step = row_elements // math.gcd(row_elements, hidden)
-    # ... and at an even row, so that 32-bit views of the arena see whole values.
+    # A slot must also begin at an even row, so that 32-bit views of the arena see whole values.
     step = math.lcm(step, 2)
     slot_rows = -(-rows // step) * step
     slot_bytes = slot_rows * hidden * 2
@@ -148,8 +150,8 @@ def slot_layout(
 
 
 def _whole_records(records: Sequence[RecordFormat]) -> int:
-    """Rows of a slot of the largest record or a little more, by what is wasted in slots of each
-    version: the least in sum, the smaller of equals."""
+    """Returns the rows of a slot that wastes least, summed over slots of each version: those of the
+    largest record, or rounded up to whole records of another version."""
     largest = max(record.rows for record in records)
     rounded = {-(-largest // record.rows) * record.rows for record in records}
 

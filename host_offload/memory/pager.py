@@ -1,7 +1,7 @@
-"""The device's residency in numpy: what plan, fill and stage do to the tables, without any bytes.
+"""The device's residency in numpy: it changes tables as plan, fill and stage do, without bytes.
 
-The same decisions as pallas_kernels.plan and pallas_kernels.stage, which tests compare entry by
-entry; the score of a victim is the same function.
+It makes the decisions of pallas_kernels.plan and pallas_kernels.stage, and tests compare the two
+entry by entry. Both score victims by the same function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.plan.victim import victim_key
 
 
 class Referenced(NamedTuple):
-    """What one reference of some layers did; M layers."""
+    """The outcome of one reference of M layers."""
 
     hits: np.ndarray
     """int[M]"""
@@ -27,11 +27,11 @@ class Referenced(NamedTuple):
     read_through: np.ndarray
     """int[M]"""
     missing: np.ndarray
-    """bool[M, E]: active and not resident before."""
+    """bool[M, E]: active experts that were not resident before."""
 
 
 def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Residency:
-    """Tables of a start with every expert resident."""
+    """Returns tables of a start with every expert resident."""
     layers, experts = resident.start.shape
     none = np.zeros(layers, np.int64)
     tables = cold_tables(none, experts, victim_weights, resident.cell_bound)
@@ -39,23 +39,26 @@ def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Re
 
 
 class Pager:
-    """Owns tables, all layers in one call or one by one. versions: how many there are."""
+    """Owns tables and pages experts in them, all layers in one call or layer by layer.
+
+    - `versions`: number of versions.
+    """
 
     def __init__(self, tables: Residency, versions: int = 1):
         self.tables, self.versions = tables, versions
         self._all = slice(0, len(tables.clock))
 
     def copy(self) -> Residency:
-        """The tables as they are now."""
+        """Returns a copy of the tables."""
         return self.tables.copy()
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        """Other contents of some tables, as host_offload.memory.tables.with_contents."""
+        """Sets contents of some tables, as host_offload.memory.tables.with_contents does."""
         for name, values in contents.items():
             getattr(self.tables, name)[:] = values
 
     def move_cells(self, moves: Sequence[Move]) -> None:
-        """Cells go to other places of the arena, as pallas_kernels.move."""
+        """Moves cells within the arena, as pallas_kernels.move does."""
         tables = self.tables
         for layer, cell, row in moves:
             before, owner = tables.cell_row[layer, cell], tables.owner[layer, cell]
@@ -66,7 +69,7 @@ class Pager:
                 tables.address[layer, owner] = row
 
     def hand_over(self, moves: Sequence[HandOver]) -> None:
-        """Cells go to other layers, as host_offload.memory.tables.hand_over_cells."""
+        """Passes cells to other layers, as host_offload.memory.tables.hand_over_cells does."""
         tables = self.tables
         for giver, cell, expert, taker, at in moves:
             row, owner = tables.cell_row[giver, cell], tables.owner[giver, cell]
@@ -80,8 +83,8 @@ class Pager:
             tables.cell_version[taker, at] = tables.cell_version[giver, cell]
 
     def regrant(self, cells: np.ndarray) -> None:
-        """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do: the last
-        ones go, the first ungranted ones come; who owned a cell that went is absent."""
+        """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do. A layer
+        loses its last cells, or gets its first ungranted ones; owners of lost cells are absent."""
         tables = self.tables
         cell_row = place_cells(tables.cell_row, cells.tolist(), range(tables.cell_row.size), 1)
         layer, cell = np.nonzero((tables.owner >= 0) & (tables.cell_row != cell_row))
@@ -92,8 +95,12 @@ class Pager:
         tables.cell_row[:] = cell_row
 
     def reference(self, active: np.ndarray, layer: int | None = None) -> Referenced:
-        """One reference of each layer, or of one, to its set of active experts bool[M, E]: plan
-        and fill, see pallas_kernels.plan."""
+        """Makes one reference to the active experts of each layer, or of one layer: plan and fill,
+        see pallas_kernels.plan.
+
+        - `active`: bool[M, E].
+        - `layer`: the one layer, M = 1; None: all layers.
+        """
         span = self._all if layer is None else slice(layer, layer + 1)
         table = self.tables._replace(
             **{name: value[span] for name, value in zip(_BY_LAYER, self.tables, strict=False)}
@@ -105,7 +112,7 @@ class Pager:
         owned = table.owner >= 0
         current = owned & (table.cell_row == np.take_along_axis(table.address, table.owner, 1))
         pinned = current & np.take_along_axis(active, table.owner, 1)
-        # What is missing is computed in the version that it would fill, with or without a cell.
+        # A missing expert is computed in its fill version, with or without a cell.
         fill_version = table.fill_version
         read = np.where(fill_version >= 0, fill_version, -1 - fill_version)
         np.copyto(table.version, read, where=missing)
@@ -122,10 +129,10 @@ class Pager:
         return Referenced(count(hits, axis=1), fills, count(missing, axis=1) - fills, missing)
 
     def _candidates(self, table: Residency, owned: np.ndarray, pinned: np.ndarray) -> np.ndarray:
-        """int64[M, C]: places of each layer's cells in the order in which they are taken; those
-        that cannot be are last and marked −1."""
+        """Returns int64[M, C], each layer's cells in the order in which misses take them. Cells
+        that cannot be taken are last, as −1."""
         owner = table.owner
-        # A term of weight zero is not worth its logarithm.
+        # A term of weight zero needs no logarithm.
         recency, frequency, prior = table.victim_weights.tolist()
         key = victim_key(
             table.clock[:, None] - table.last_used if recency else np.int32(1),
@@ -150,7 +157,7 @@ class Pager:
         version: int,
         filled: np.ndarray,
     ) -> None:
-        """The n-th miss of the version takes the n-th candidate cell of the version."""
+        """Gives the n-th miss of a version the n-th candidate cell of that version."""
         layer, expert = np.nonzero(wants)
         if not layer.size:
             return
@@ -174,11 +181,13 @@ class Pager:
     def stage(
         self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
     ) -> np.ndarray:
-        """Carries out a list; int32[S], 1 for each entry that was. See pallas_kernels.stage.
+        """Carries out a stage list, see pallas_kernels.stage.
 
-        layer: only its entries; None: those of all layers. coming: the layer whose experts a
-        running step computes next (driver="host"); entries of it and of those behind it see the
-        clock of their reference to come.
+        - `layer`: carries out entries of this layer only; None: of all layers.
+        - `coming`: the layer whose experts a running step computes next (driver="host"). Entries of
+          it and of later layers see the clock of the layer's next reference.
+
+        Returns int32[S], 1 for each entry that was carried out.
         """
         done = np.zeros(len(entries), np.int32)
         busy: dict[int, np.ndarray] = {}

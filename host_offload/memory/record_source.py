@@ -1,4 +1,5 @@
-"""Where the records of experts lie, how one is read from there, and what native threads know of it.
+"""Sources of expert records in memory or files: how to read a record, and how native threads find
+it.
 
 An expert's key is (layer, expert), layers counted over the MoE layers that the version has.
 """
@@ -23,7 +24,7 @@ from pallas_kernels.records.format import RecordFormat
 
 
 class RecordSource(Protocol):
-    """The records of one version, wherever their bytes lie."""
+    """The records of one version, in memory or in files."""
 
     @property
     def format(self) -> RecordFormat: ...
@@ -35,22 +36,22 @@ class RecordSource(Protocol):
 
     @property
     def verify(self) -> bool:
-        """Whether what is read is compared with a checksum."""
+        """Whether reads are compared with a checksum."""
         ...
 
     @property
     def first_file(self) -> str:
-        """The path of a file with a record; empty: they are in memory."""
+        """The path of a file with a record; empty: the records are in memory."""
         ...
 
     @property
     def turned(self) -> tuple[int, int]:
-        """How the record's last part lies in the file, see Sources."""
+        """The layout of the record's last part in the file, see Sources."""
         ...
 
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
-        """Fills `record`, a contiguous uint16[rows, D]. From any thread. Raises OSError, naming the
-        file, where the bytes cannot be read or are others than they were."""
+        """Fills `record`, a contiguous uint16[rows, D]. Any thread may call it. Raises OSError,
+        naming the file, if the bytes cannot be read or have changed."""
         ...
 
     def holds(self, layer: int, expert: int, record: np.ndarray) -> bool:
@@ -58,15 +59,16 @@ class RecordSource(Protocol):
         ...
 
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
-        """SOURCE[L, E]: where native threads find each record. number_file: of a file's path
-        (NativeQueue.file_number), which looks at the file."""
+        """Returns SOURCE[L, E], where native threads find each record.
+
+        - `number_file`: numbers a file by its path (NativeQueue.file_number), and opens the file.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedRecords:
-    """Records in one array uint16[L, E, rows, D] of memory that this process addresses: its own, or
-    what processes share."""
+    """Records in one array uint16[L, E, rows, D], in memory of this process or shared memory."""
 
     format: RecordFormat
     array: jax.Array
@@ -93,20 +95,22 @@ class StackedRecords:
 
 @dataclasses.dataclass(frozen=True)
 class RecordFiles:
-    """Records each of which is a whole file, that must stay what it is when it is first looked at:
-    device, inode, size and time are compared at every read."""
+    """Records that are files of their own. A file must not change: every read compares its device,
+    inode, size and time with those of the first look."""
 
     format: RecordFormat
     paths: tuple[tuple[str, ...], ...]
-    """[L][E]."""
+    """[L][E]: path of each record."""
     checksums: np.ndarray
-    """uint64[L, E]: SHA-256's first 64 bits."""
+    """uint64[L, E]: the first 64 bits of SHA-256."""
     crcs: np.ndarray | None = None
-    """uint64[L, E]: CRC-32C; None where the checkpoint has not all of them."""
+    """uint64[L, E]: CRC-32C; None if the checkpoint lacks some."""
     verify: bool = True
-    """By CRC-32C where it is known and there is a library to compute it: a fifth of the work."""
+    """Whether reads compare checksums: CRC-32C if the records have one and the native library is
+    there, which is a fifth of SHA-256's work."""
     identities: dict[str, tuple[int, ...]] = dataclasses.field(init=False, repr=False)
-    """What the files are at the first look, now. Raises OSError for one that is not there."""
+    """Device, inode, size and time of each file when this was made, which raises OSError for a
+    missing file."""
 
     def __post_init__(self):
         found = {path: _identity(os.stat(path)) for layer in self.paths for path in layer}
@@ -161,10 +165,12 @@ class RecordFiles:
 
 
 def read_records(array: Any, layer: int, first: int, count: int) -> np.ndarray:
-    """uint16[count, rows, D]: records of experts first … first + count − 1, from pinned memory.
+    """Reads the records of experts first … first + count − 1 from pinned memory.
 
-    array: uint16[L, E, rows, D], or PinnedRecords of that shape. On the CPU a view; elsewhere
-    through the device's memory, which needs room for them.
+    - `array`: uint16[L, E, rows, D], or PinnedRecords of that shape.
+
+    Returns uint16[count, rows, D]: a view on the CPU; elsewhere a copy through the device's memory,
+    which needs room for it.
     """
     if not isinstance(array, jax.Array):
         return array.read(layer, first, count)
@@ -183,7 +189,7 @@ def _reader(count: int):
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A pipe in the file's place would wait for a writer."""
+    """Opens a file without blocking: a pipe in its place would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -197,8 +203,12 @@ def locate_records(
     layers: int,
     number_file: Callable[[str], int],
 ) -> Sources:
-    """What native threads know of all versions. places: ExpertStore.places of each version.
-    layers: of the model. Raises what number_file does."""
+    """Returns where native threads find the records of all versions.
+
+    - `places`: ExpertStore.places of each version.
+    - `layers`: MoE layers of the model.
+    - `number_file`: see RecordSource.locate; its errors are passed on.
+    """
     table = np.zeros((len(sources), layers, sources[0].shape[1]), SOURCE)
     table["file"] = NOWHERE
     for mine, source, of_layers in zip(table, sources, places, strict=True):
@@ -211,7 +221,9 @@ def locate_records(
 
 
 def place_parts(first: np.ndarray, record: RecordFormat) -> np.ndarray:
-    """int64[L, E, 3]: where the parts of records in one piece begin. first: int64[L, E], the
-    first part's."""
+    """Returns int64[L, E, 3], where the parts of contiguous records begin.
+
+    - `first`: int64[L, E], where the first part begins.
+    """
     begins = [0, *np.cumsum(record.waited)[:-1].tolist()]
     return first[..., None] + np.array([*begins, 0, 0][:3], np.int64)

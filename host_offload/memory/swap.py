@@ -1,4 +1,5 @@
-"""KV pages between the arena and pinned host memory: preemption and evicted sessions."""
+"""Copies KV pages between the arena and pinned host memory, for preempted requests and evicted
+sessions."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ be freed without the others."""
 def read_pages(
     arena: jax.Array | OwnedArena, rows: jax.Array, page: PageLayout
 ) -> tuple[jax.Array, ...]:
-    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. An arena that is an array
-    is uint16[rows, D]."""
+    """Reads pages.
+
+    - `arena`: an OwnedArena, or uint16[rows, D].
+    - `rows`: int32[S], KV rows of the pages.
+
+    Returns S arrays uint16[page.nbytes / 2].
+    """
     if isinstance(arena, OwnedArena):
         return read_rows(arena, rows, page.rows, width=page.row_elements)
     kv = arena.reshape(-1, page.row_elements)
@@ -34,9 +40,10 @@ def write_pages(
     count: jax.Array,
     page: PageLayout,
 ) -> jax.Array | OwnedArena:
-    """The arena with the first `count` pages at KV rows `rows` int32[S], in place when donated.
+    """Writes the first `count` pages to the arena, in place if it is donated. Returns the arena.
 
-    pages: S arrays of uint16[page.nbytes / 2], in device or pinned host memory.
+    - `pages`: S arrays of uint16[page.nbytes / 2], in device or pinned host memory.
+    - `rows`: int32[S], KV rows.
     """
     if isinstance(arena, OwnedArena):
         return write_rows(arena, pages, rows, count, width=page.row_elements)
@@ -56,8 +63,11 @@ def write_pages(
 def move_pages(
     arena: jax.Array | OwnedArena, source: jax.Array, target: jax.Array, page: PageLayout
 ) -> jax.Array | OwnedArena:
-    """The arena with the pages at KV rows `source` int32[S] copied to KV rows `target` int32[S], in
-    place when donated. No target is a source; pairs may repeat."""
+    """Copies pages within the arena, in place if it is donated. Returns the arena. No target may be
+    a source; pairs may repeat.
+
+    - `source`, `target`: int32[S], KV rows.
+    """
     if isinstance(arena, OwnedArena):
         rows = jnp.full(source.shape, page.rows, jnp.int32)
         return move_rows(arena, source, target, rows, width=page.row_elements)
@@ -67,5 +77,5 @@ def move_pages(
         values = lax.dynamic_slice_in_dim(kv, source[i], page.rows)
         return lax.dynamic_update_slice_in_dim(kv, values, target[i], 0)
 
-    # A loop: written out, XLA fuses reads and writes, and copies the arena.
+    # A loop: if it were written out, XLA would fuse reads and writes, and copy the arena.
     return lax.fori_loop(0, source.shape[0], move, kv).reshape(arena.shape)

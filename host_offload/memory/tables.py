@@ -1,4 +1,5 @@
-"""The device's tables: where each expert is, who owns each cell, what a victim costs."""
+"""The device's tables: the place of each expert, the owner of each cell, the weights of
+eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike
 from pallas_kernels.plan import Tables
 
 LRU_WEIGHTS = (1, 0, 0)
-"""Weights of pallas_kernels.plan.victim_key with which the expert used longest ago goes."""
+"""Weights of pallas_kernels.plan.victim_key that evict the least recently used expert."""
 
 
 class Residency(NamedTuple):
@@ -51,29 +52,29 @@ class Entry(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A cell that moves within the arena, with what is in it."""
+    """A cell that moves within the arena, with its contents."""
 
     layer: int
     cell: int
     row: int
-    """Arena row where it goes."""
+    """The cell's new arena row."""
 
 
 class HandOver(NamedTuple):
-    """A cell that goes from one layer to another, or is emptied where both are one."""
+    """A cell that passes from one layer to another; if both are the same, the cell is emptied."""
 
     giver: int
     cell: int
-    """Its number there."""
+    """The cell's number in the giver."""
     expert: int
-    """Its owner, −1: none. Where another one owns it by now, it stays."""
+    """The cell's owner, −1 without one. If another expert owns it by now, the cell stays."""
     taker: int
     place: int
-    """Its number there; no cell may be granted under it, but this one."""
+    """The cell's number in the taker, which no other granted cell may have."""
 
 
 class HandOvers(NamedTuple):
-    """A list of them, int32[S] each, as programs get it; giver −1: not used."""
+    """A list of HandOver as programs take it, int32[S] a field; giver −1: unused entry."""
 
     giver: jax.Array
     cell: jax.Array
@@ -89,10 +90,12 @@ def cold_tables(
     bound: int | None = None,
     fill_version: np.ndarray | int = 0,
 ) -> Residency:
-    """Tables of a start: the first cells[l] cells of each layer granted, nothing resident.
+    """Returns tables of a start: the first cells of each layer are granted, nothing is resident.
 
-    cells: int[L], or int[L, V] of each version, version after version. bound: C, the most cells a
-    layer can have (default: as many as experts). fill_version: what misses fill, one or int[L, E].
+    - `cells`: int[L], granted cells of each layer; or int[L, V], of each version, one version after
+      the other.
+    - `bound`: C, most cells of a layer (default: the number of experts).
+    - `fill_version`: version that misses fill, of all experts or int[L, E].
     """
     layers, columns = len(cells), experts if bound is None else bound
     ends = np.cumsum(np.asarray(cells).reshape(layers, -1), axis=1)
@@ -122,17 +125,21 @@ def cold_tables(
 def empty_tables(
     layers: int, experts: int, cells: int, victim_weights: Sequence[int] = LRU_WEIGHTS
 ) -> Tables:
-    """Tables of a cold start with nothing granted, on the device. cells: C, the bound of cells a
-    layer."""
+    """Returns tables of a start without granted cells, on the device.
+
+    - `cells`: C, most cells of a layer.
+    """
     tables = cold_tables(np.zeros(layers, np.int32), experts, victim_weights, cells)
     return Tables(*map(jnp.array, tables))
 
 
 def regrant(tables: Tables, cell_row: jax.Array) -> Tables:
-    """Tables after the cells became `cell_row` int32[L, C] (−1: not granted), between two steps.
+    """Grants other cells, between two steps. Returns the tables.
 
-    An expert whose cell moved or was taken away becomes absent; everything else stays resident.
-    Jit-able; the tables are the only thing touched, so budgets change without recompilation.
+    An expert whose cell moved or was taken away becomes absent; all others stay resident. Jit-able.
+    Only tables change, so budgets change without recompilation.
+
+    - `cell_row`: int32[L, C], arena rows; −1: not granted.
     """
     lost = (tables.owner >= 0) & (tables.cell_row != cell_row)
     after = without(tables, lost)
@@ -140,8 +147,7 @@ def regrant(tables: Tables, cell_row: jax.Array) -> Tables:
 
 
 def without(tables: Tables, lost: jax.Array) -> Tables:
-    """Tables in which what is in some cells, bool[L, C], is nobody's: their owners are absent.
-    Jit-able."""
+    """Empties some cells, bool[L, C], whose owners become absent. Returns the tables. Jit-able."""
     experts = jnp.arange(tables.address.shape[1])
     owns = (tables.owner[:, :, None] == experts) & (
         tables.cell_row[:, :, None] == tables.address[:, None, :]
@@ -156,15 +162,17 @@ def without(tables: Tables, lost: jax.Array) -> Tables:
 def hand_over(
     tables: Tables, giver: jax.Array | int, taker: jax.Array | int, cells: jax.Array
 ) -> Tables:
-    """Tables in which the granted ones of some cells, bool[C], go from layer `giver` to layer
-    `taker`, between two layers of a step: with their rows and versions, under the same numbers.
+    """Passes cells from layer `giver` to layer `taker`, between two layers of a step. Cells keep
+    their rows, versions and numbers. Returns the tables.
 
-    So a pool of cells has one number for each of them in all layers, and the layer that has it
-    granted is the one that it is of now: the window of two layers, or a cache of all layers.
+    So a cell of a pool has the same number in all layers, and belongs to the layer that has it
+    granted. The pool may be the window of two layers, or the cache of all layers.
 
-    What was in them is absent, and they hold nothing yet. None of the numbers may be granted in the
-    taker, unless it is the giver. Nothing of the arena is touched: who fills them next has to come
-    after what read them last. Jit-able.
+    The cells are empty afterwards, and experts that were in them are absent. None of the numbers
+    may be granted in the taker, unless it is the giver. The arena is not touched, so the next fill
+    of such a cell must come after its last reader. Jit-able.
+
+    - `cells`: bool[C]; those that are granted are passed on.
     """
 
     def at(table: jax.Array, layer: jax.Array | int) -> jax.Array:
@@ -193,12 +201,12 @@ def hand_over(
 
 
 def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
-    """Tables in which the cells of a list int32[S] (giver −1: not used) are other layers', with
-    their rows and versions; what was in them is absent, and they hold nothing yet.
+    """Passes a list of cells to other layers, with their rows and versions. Returns the tables.
 
-    Unlike `hand_over` it takes single cells under any numbers, one after the other. An entry that
-    does not fit the tables is left out. Nothing of the arena is touched: who fills a cell next has
-    to come after what read it last. Jit-able.
+    Unlike `hand_over` it passes single cells, under any numbers, one after the other. The cells are
+    empty afterwards, and experts that were in them are absent. Entries that do not fit the tables
+    are skipped. The arena is not touched, so the next fill of such a cell must come after its last
+    reader. Jit-able.
     """
     listed = jnp.stack([jnp.asarray(field) for field in moves], axis=1)
 
@@ -221,7 +229,7 @@ def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
             address=tables.address.at[giver, expert].set(jnp.where(held, -1, address)),
         )
 
-    # Lists are long and mostly of few entries: none of the unused ones at their end costs time.
+    # Lists are long but mostly have few entries, so the loop ends with the last used one.
     used = jnp.where(listed[:, 0] >= 0, jnp.arange(1, len(listed) + 1), 0)
     return lax.fori_loop(0, jnp.max(used, initial=0), carry_out, tables)
 
@@ -229,11 +237,11 @@ def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
 def seat_absent(
     tables: Tables, layer: jax.Array | int, first: int
 ) -> tuple[Tables, jax.Array, jax.Array, jax.Array]:
-    """Tables in which the absent experts of a layer, by their numbers, own its cells from column
-    `first` on, as far as those are granted: the granted ones are the first of them, and empty.
+    """Gives the absent experts of a layer, in the order of their ids, the granted cells from column
+    `first` on. The granted ones of these cells must be empty and come first. Jit-able.
 
-    Returns (tables, expert int32[C − first], arena row of each, how many): what has to be filled.
-    Jit-able.
+    Returns (tables, expert int32[C − first], arena row of each one's cell, how many): the cells
+    that must be filled.
     """
     row = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)[first:]
     address = lax.dynamic_index_in_dim(tables.address, layer, keepdims=False)
@@ -242,7 +250,7 @@ def seat_absent(
     count = jnp.minimum(jnp.sum(row >= 0), jnp.sum(absent)).astype(jnp.int32)
     rank = jnp.cumsum(absent) - 1
     seated = absent & (rank < count)
-    # The n-th absent expert is the n-th smallest number of those that are.
+    # Sorted, the n-th absent expert has the n-th smallest id.
     listed = jnp.sort(jnp.where(absent, jnp.arange(experts), experts))
     expert = jnp.pad(listed, (0, max(cells - experts, 0)))[:cells].astype(jnp.int32)
     owner = jnp.where(jnp.arange(cells) < count, expert, -1)
@@ -255,20 +263,24 @@ def seat_absent(
 
 
 def with_contents(tables: Tables, contents: Mapping[str, ArrayLike]) -> Tables:
-    """Tables with other contents of some fields, int32 arrays of the same shapes."""
-    # A copy, because the next step donates it.
+    """Returns the tables with other contents of some fields, int32 arrays of the same shapes."""
+    # A copy, because the next step donates the array.
     arrays = {name: np.array(values, np.int32) for name, values in contents.items()}
     return tables._replace(**jax.device_put(arrays, tables.clock.sharding))
 
 
 def snapshot(tables: Tables) -> jax.Array:
-    """All tables in one array int32[n], for one transfer to the host. Jit-able; a copy, so the
-    tables may be donated afterwards."""
+    """Copies all tables to one array int32[n], for one transfer to the host. The tables may be
+    donated afterwards. Jit-able."""
     return jnp.concatenate([table.reshape(-1) for table in tables])
 
 
 def read_snapshot(packed: np.ndarray, tables: Tables) -> Residency:
-    """The tables in a snapshot, on the host. tables: any of the same shapes."""
+    """Returns the tables of a snapshot.
+
+    - `packed`: int32[n], the snapshot on the host.
+    - `tables`: any tables of the same shapes.
+    """
     parts, first = [], 0
     for shape in (table.shape for table in tables):
         parts.append(packed[first : first + math.prod(shape)].reshape(shape))

@@ -1,4 +1,4 @@
-"""The control of an engine's steps, with its layers' moments as hooks."""
+"""Makes the Control of an engine's steps, and hooks that ask policies between layers."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class LayerHooks:
         )
 
     def _take_rows(self, array: Any) -> np.ndarray:
-        """[N, 1, ·] of an array of all rows, padding included."""
+        """Returns [N, 1, ·], the step's tokens out of an array with padding."""
         return np.asarray(array)[self._place, None]
 
 
 StepHooks = Callable[[PlacedRows], Hooks]
-"""Makes the hooks of a step with these tokens."""
+"""Makes the hooks of a step from its tokens."""
 
 
 def layer_hooks(control: Control, runner: Executor) -> StepHooks | None:
-    """None where no policy looks between layers."""
+    """Returns the maker of a step's hooks; None if no policy is asked between layers."""
     if control.controller.moments.isdisjoint(BETWEEN_LAYERS):
         return None
     needs = control.controller.needs_at(BETWEEN_LAYERS)
@@ -68,14 +68,14 @@ def layer_hooks(control: Control, runner: Executor) -> StepHooks | None:
 def control_of(
     runner: Executor, controller: Controller, resizer: Resizer | None = None
 ) -> Control | None:
-    """The control of the runner's steps; None where no policy is asked anything, so that they cost
-    nothing. What the policies want of tables from the start is set either way."""
+    """Makes the Control of the runner's steps. Returns None if no policy has a moment, so that
+    steps pay nothing. Either way it sets the tables that the policies want from the start."""
     control = Control(runner, controller, resizer)
     return control if controller.moments else None
 
 
 def spec_of_engine(runner: Executor, *, max_model_len: int, seed: int) -> Spec:
-    """policy_spec of an engine with as many sequences as its runner's steps have rows."""
+    """Returns policy_spec of an engine whose max_num_seqs is the rows of its runner's steps."""
     return policy_spec(
         runner.steps,
         slots=runner.slots,
@@ -89,8 +89,11 @@ def spec_of_engine(runner: Executor, *, max_model_len: int, seed: int) -> Spec:
 def policy_spec(
     steps: StepSpec, *, slots: int, bound: int, max_model_len: int, max_num_seqs: int, seed: int
 ) -> Spec:
-    """What policies are told of an engine, but for the router and costs. slots: of the arena.
-    bound: most cells of a layer."""
+    """Returns the facts that policies get about an engine, without router and costs.
+
+    - `slots`: slots of the arena.
+    - `bound`: most cells of a layer.
+    """
     config, layout, formats = steps.config, steps.layout, steps.formats
     layers, page, queue = sum(config.moe_layers), layout.page, steps.queue
     return Spec(
@@ -103,7 +106,7 @@ def policy_spec(
         budget_bytes=slots * layout.slot_bytes,
         slot_bytes=layout.slot_bytes,
         kv_floor_bytes=-(-max_model_len // page.block_size) * page.nbytes,
-        # The lists of two steps: one that runs and the next one.
+        # The lists of two steps: the running one and the next.
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
         driver=steps.driver,

@@ -1,4 +1,4 @@
-"""The host loop: schedule, dispatch a step, and read the step before it."""
+"""The host loop: it schedules and dispatches a step, then reads the step before it."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ Listener = Callable[[Step], None]
 
 
 class Engine:
-    """Continuous batching over an Executor: a request joins and leaves at any step. Not for several
-    threads.
+    """Continuous batching over an Executor: a request may join and leave at any step. Use it from
+    one thread at a time.
 
-    - `seed`: of requests without one, each of which draws from it and from its number.
-    - `control`: asks the policies; None: there is nothing to ask.
+    - `seed`: seeds requests without a seed of their own, together with their number.
+    - `control`: asks the policies; None without policies.
     - `resizer`: carries out the budgets of `control` (default: a new one).
     - `tracer`: gets a record of every step.
-    - `tokenizer`: for stop strings; without one, requests with them are refused.
+    - `tokenizer`: finds stop strings; without it, requests with stop strings are refused.
     - `planner`: moves experts between tiers.
     """
 
@@ -81,7 +81,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.control = seed, control
         self.listener: Listener | None = None
-        """Called with each step after its dispatch; it may wait for the device."""
+        """Called with each step after its dispatch. It may wait for the device."""
         self.resizer = ArenaResizer(runner, scheduler) if resizer is None else resizer
         self.tracer, self.tokenizer = tracer, tokenizer
         self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)
@@ -93,14 +93,16 @@ class Engine:
         self._compiled: set[ProgramKey] = set()
         self._lock, self._busy = threading.RLock(), False
         self._abandoned: list[Request] = []
-        """To be aborted once what the engine does is done."""
+        """Requests to abort at the end of the running `undisturbed` block."""
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """A block that changes the engine, or reads its tables, which changes give away. Ctrl-C
-        waits for its end: in the middle, donated arrays would be lost, or pages given away twice.
-        So does another thread; and the end of an iterator over results, which Python may collect,
-        and with that close, anywhere."""
+        """Guards a block that changes the engine, or reads its tables, which changes donate.
+
+        Ctrl-C waits for the end of the block, since in the middle donated arrays would be lost or
+        pages given away twice. Other threads wait too. So do aborts by iterators over results,
+        which Python may collect, and so close, anywhere.
+        """
         with deferred_interrupt(), self._lock:
             if self._busy:
                 yield
@@ -127,20 +129,22 @@ class Engine:
         priority: int = 0,
         checked: bool = False,
     ) -> Request:
-        """Queues a request. targets: score these tokens, one a prompt position, generate nothing.
+        """Queues a request.
 
-        session_id: the request is the next turn of that session, see `LLM.generate`. priority:
-        lower runs first. checked: `check` was called with the same before. The prompt is kept, not
-        copied.
+        - `prompt`: kept, not copied.
+        - `targets`: tokens to score, one for each prompt position; then nothing is generated.
+        - `session_id`: makes the request the next turn of that session, see `LLM.generate`.
+        - `priority`: lower runs first.
+        - `checked`: whether `check` was called with the same arguments.
 
-        Raises UserError for what could never run: an empty prompt, ids outside of the vocabulary,
-        and what Scheduler.check refuses.
+        Raises UserError for a request that could never run: an empty prompt, ids outside of the
+        vocabulary, and what Scheduler.check refuses.
         """
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
         with self.undisturbed():
             number = next(self._requests)
-            # An unseeded request's draws depend on the engine's seed and its place in the order.
+            # An unseeded request draws by the engine's seed and its own number.
             derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
             request = Request(
                 request_id=str(number),
@@ -171,7 +175,7 @@ class Engine:
         *,
         session_id: str | None = None,
     ) -> None:
-        """Raises UserError, as add does, for a request that could never run."""
+        """Raises UserError, as `add` does, for a request that could never run."""
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         vocabulary = self.runner.config.vocab_size
@@ -190,8 +194,8 @@ class Engine:
         self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Takes requests out; their rows and pages are free at once. From within a step, which is
-        where an iterator may be collected: at its end."""
+        """Takes requests out. Their rows and pages are free at once, or at the end of the step if
+        this is called within a step, where an iterator may be collected."""
         if self._busy:
             self._abandoned += requests
             return
@@ -210,12 +214,14 @@ class Engine:
             self.scheduler.sessions.end(session_id)
 
     def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
-        """Moves the line between experts and KV of an idle engine, by table contents only: nothing
-        is allocated or compiled, and no bit of any later result changes.
+        """Moves the split between experts and KV of an idle engine, by table contents only.
+        Nothing is allocated or compiled, and no bit of any later result changes.
 
-        cells_per_layer: dense experts that each MoE layer keeps. kv_slots: arena slots for KV.
-        Raises ValueError, as SlotArena's grants, for what the arena cannot give, when requests are
-        running, and for cells where experts are read in place.
+        - `cells_per_layer`: dense experts that each MoE layer keeps.
+        - `kv_slots`: arena slots of KV.
+
+        Raises ValueError for a split that the arena cannot have, if requests are running, for cells
+        if experts are read in place, and if experts stream.
         """
         with self.undisturbed():
             self._drain()
@@ -241,14 +247,18 @@ class Engine:
     def begin_anew(
         self, spec: Spec, policies: Sequence[Policy], cells_per_layer: Sequence[int]
     ) -> None:
-        """Makes an idle engine what it would be had it just started with these policies and cells:
-        nothing is resident, the policies have seen nothing, steps and requests count from 0. By
-        contents of tables only; all that may be compiled is what no policy before asked for, such
+        """Resets an idle engine, as if it had just started with these policies and cells.
+
+        Nothing is resident, the policies have seen nothing, and steps and requests count from 0.
+        Only contents of tables change. Programs compile only if no policy before needed them, such
         as steps with stage lists. KV keeps its slots, and cached prefixes and sessions stay.
 
-        spec: what the policies are told. cells_per_layer: see set_budget. Raises PolicyError or
-        what a policy's `init` does, leaving an engine without policies; ValueError as set_budget
-        does, and for a traced engine or experts in two versions, changing nothing.
+        - `spec`: facts for the policies.
+        - `cells_per_layer`: see `set_budget`.
+
+        Raises PolicyError, or the error of a policy's `init`, and then leaves an engine without
+        policies. Raises ValueError as `set_budget` does, and for a traced engine or experts in two
+        versions, and then changes nothing.
         """
         with self.undisturbed():
             if self.tracer is not None:
@@ -276,10 +286,13 @@ class Engine:
         return self.scheduler.idle and self._pending is None
 
     def step(self) -> list[Request]:
-        """Dispatches the next step, then reads the one before it; returns the requests that got
-        tokens or finished by that. With hooks it reads first: they are called while a step is
-        dispatched, which then takes as long as its layers, and tokens would wait for that. Ctrl-C
-        waits for the end of it. A step that fails aborts its requests, and no others."""
+        """Dispatches the next step, then reads the step before it. Returns the requests that got
+        tokens or finished.
+
+        With hooks it reads first: hooks make the dispatch take as long as the step's layers, and
+        tokens would wait for that. Ctrl-C waits for the end of the call. A step that fails aborts
+        its requests, and no others.
+        """
         with self.undisturbed():
             previous, self._pending = self._pending, None
             begun, touched = previous is not None, []
@@ -300,9 +313,9 @@ class Engine:
             return touched
 
     def drain(self) -> None:
-        """Reads a step that is still pending although no request is left: one that had been
-        dispatched before the last request was found to have ended."""
-        if not self._busy:  # else what is aborted at the end is drained after it
+        """Reads a step that is still pending although no request is left. It was dispatched before
+        the last request was found to have ended."""
+        if not self._busy:  # a busy engine drains at its end, if it aborts requests
             with self.undisturbed():
                 self._drain()
 
@@ -315,13 +328,13 @@ class Engine:
         try:
             return self.scheduler.next_work()
         except BaseException:
-            # Pages could not be moved: what was counted as dispatched is not.
+            # Pages could not be moved, so work that was counted as dispatched never was.
             self._give_up(self.scheduler.in_step, self.scheduler.published)
             raise
 
     def _make_room(self) -> ScheduledWork:
-        """What can be dispatched once experts gave KV some of their slots, where policies move the
-        line. Raises OutOfKV."""
+        """Takes slots from experts, if policies move the split, until work can be dispatched.
+        Returns that work. Raises OutOfKV if there is none."""
         control = self.control
         if control is not None and "kv_pages" in control.controller.writes:
             while self.resizer.take_slot():
@@ -343,8 +356,8 @@ class Engine:
             raise
 
     def _give_up(self, requests: set[Request], published: Sequence[Block]) -> None:
-        """Ends the requests of a step that failed, and all who hold what it was to write: those
-        bytes are nobody's."""
+        """Aborts the requests of a failed step and all requests with blocks that it should have
+        written, and withdraws those blocks."""
         blocks = set(published)
         holders = (r for r in self.scheduler.running.values() if not blocks.isdisjoint(r.blocks))
         self._abort(requests.union(holders))
@@ -381,7 +394,7 @@ class Engine:
         return Step(number, work, output, results, logprobs, *when, positions, *moved, placed)
 
     def _before_step(self, number: int) -> Entries | None:
-        """What policies want of the step that is being made; returns its list of transfers."""
+        """Carries out what policies want before a step. Returns the step's list of transfers."""
         control = self.control
         if control is None:
             return None
@@ -392,7 +405,7 @@ class Engine:
                 self._trace_budget(number, control.resized.settled)
 
     def _place(self, placed: Sequence[Request]) -> None:
-        """Prepares the rows of requests that just got them."""
+        """Prepares the rows of requests that just got a row."""
         if not placed:
             return
         values = np.zeros(self.runner.shapes.rows, np.int32)
@@ -401,7 +414,7 @@ class Engine:
         for request in placed:
             if request.scheduled_s is None:
                 request.scheduled_s = now
-            if request.output:  # it was moved out while it generated
+            if request.output:  # the request was moved out while it generated
                 values[request.row], update[request.row] = request.output[-1], True
             self._sampler.place(request)
         if update.any():
@@ -419,11 +432,11 @@ class Engine:
     def _read(self, step: Step) -> list[Request]:
         logprobs = step.logprobs
         try:
-            if logprobs is not None:  # all copies are begun before any is waited for
+            if logprobs is not None:  # begins all copies before it waits for one
                 step.results.copy_to_host_async()
                 logprobs = jax.device_get(logprobs)
             results = Results(step.output.shape, np.asarray(step.results))
-        except BaseException:  # what went wrong on the device shows here
+        except BaseException:  # errors on the device are raised here
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
@@ -432,7 +445,7 @@ class Engine:
         if self.planner is not None:
             self.planner.after_read(step.kind, len(step.work.rows), now)
         touched = self._end_lost(step, failures) if failures else []
-        # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
+        # Lists of Python numbers: single reads of arrays would take as long as all the rest.
         tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()
         for row, request in step.work.rows:
             request.missed_routes += missed[row]
@@ -441,8 +454,8 @@ class Engine:
         if step.output.scores is not None:
             touched += self._read_scores(step, now)
         for row, request in step.sampled():
-            # A request may have ended by a token of the step before, or been aborted: the step
-            # was dispatched without knowing, its result is dropped.
+            # A request may have ended by a token of the step before, or been aborted, after this
+            # step was dispatched. Its result is dropped.
             if request.finish_reason is None:
                 try:
                     with as_user_error("this request failed, the others go on"):
@@ -457,13 +470,15 @@ class Engine:
             if self.control is not None:
                 self.control.after_read(record)
             if self.tracer is not None:
-                self.tracer.after_read(record)  # last: it may find the disk full
+                self.tracer.after_read(record)  # last, since it raises if the disk is full
         return touched
 
     def _end_lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
-        """Ends the requests of a step some of whose experts did not come, and those that share
-        what it wrote: that is wrong, and so is what the next step, dispatched since, wrote of
-        them. Others go on."""
+        """Ends the requests of a step that missed experts' bytes. Returns the requests.
+
+        Blocks that the step wrote are wrong, and so are blocks that the next step, dispatched
+        since, wrote for these requests. So requests that share such blocks end too. Others go on.
+        """
         first, more = failures[0], len(failures) - 1
         error = UserError(
             f"expert {first.expert} of layer {first.layer} could not be read: {first.message}"
@@ -489,7 +504,7 @@ class Engine:
             request = chunk.request
             if request.finish_reason is not None:
                 continue
-            # A prompt that is computed again has given some of them before.
+            # A prompt that is computed again has returned some of its scores before.
             if request.targets is None:
                 first = max(len(request.prompt_logprobs) - chunk.start, 0)
                 last = min(chunk.length, len(request.prompt) - 1 - chunk.start)

@@ -1,4 +1,5 @@
-"""Prompts with equal beginnings share KV, named by what they begin with."""
+"""Prompts with equal beginnings share KV blocks, each named by a hash of all tokens up to its
+end."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from moejax.requests.request import Request
 
 
 class PrefixCache:
-    """Blocks that requests publish and find by their names.
+    """Publishes and finds KV blocks of prompts, by name.
 
-    Only what came through the prefill path from the start of the sequence on is shared: KV of
-    generated tokens has decode's bits. A prompt that must be computed whole shares nothing.
+    A block is shared only if prefill computed it and all blocks before it, since KV of generated
+    tokens has decode's bits. A prompt that must be computed whole shares nothing.
     """
 
     def __init__(self, cache: KVCache, enabled: bool):
@@ -23,7 +24,8 @@ class PrefixCache:
         self.block_size = cache.arena.layout.page.block_size
 
     def held(self, request: Request) -> int:
-        """Blocks that the request would find and that take no page, since others hold them."""
+        """Counts blocks that the request would find and that another request or session holds, so
+        that they take no further page."""
         names, count = self._names(request), 0
         last = (len(request.prompt) - 1) // self.block_size
         for name in names[len(request.blocks) : last]:
@@ -33,9 +35,10 @@ class PrefixCache:
         return count
 
     def find(self, request: Request) -> int:
-        """Gives a running request the blocks that go on where it is; returns how many."""
+        """Appends shared blocks to a running request, as long as its next block is found. Returns
+        how many."""
         size, found = self.block_size, 0
-        # The last token of a prompt is always computed: what follows it is sampled from it.
+        # The last token of a prompt is always computed, since the next token is sampled from it.
         while request.computed + size < len(request.prompt):
             names = self._names(request)
             block = self.cache.lookup(names[len(request.blocks)]) if names else None
@@ -51,8 +54,8 @@ class PrefixCache:
         return found
 
     def publish(self, request: Request, start: int, end: int) -> list[Block]:
-        """Publishes the prompt's blocks that tokens [start, end) complete; all before `end` came
-        through the prefill path."""
+        """Publishes the prompt's blocks that tokens [start, end) complete. Prefill must have
+        computed all tokens before `end`."""
         names, size = self._of_prompt(request), self.block_size
         blocks = []
         for i in range(start // size, min(end // size, len(names))):
@@ -61,12 +64,13 @@ class PrefixCache:
         return blocks
 
     def _names(self, request: Request) -> list[bytes]:
-        """Names of the prompt's blocks, none where the request cannot go on from shared ones."""
+        """Returns the names of the prompt's blocks; none if the request has KV that cannot be
+        continued by shared blocks."""
         whole = request.computed == len(request.blocks) * self.block_size
         return self._of_prompt(request) if whole and request.pure == request.computed else []
 
     def _of_prompt(self, request: Request) -> list[bytes]:
-        """Names of the prompt's blocks, none where it shares nothing."""
+        """Returns the names of the prompt's blocks; none if the prompt shares nothing."""
         if not self.enabled or request.prefill_kind != "prefill":
             return []
         if request.block_keys is None:
@@ -75,8 +79,8 @@ class PrefixCache:
 
 
 def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """A name for each whole block of a prompt, from its tokens and all before it: equal names mean
-    equal KV, as long as all of it came through the prefill path."""
+    """Names each whole block of a prompt by a hash of its tokens and all tokens before them. Equal
+    names mean equal KV, if prefill computed it."""
     keys, key = [], b""
     data = np.asarray(tokens, np.int32)
     for end in range(block_size, len(tokens) + 1, block_size):

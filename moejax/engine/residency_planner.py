@@ -1,8 +1,8 @@
-"""FluxMoE's planner in the engine: how many experts are resident while requests run.
+"""FluxMoE's planner in the engine: it decides how many experts are resident while requests run.
 
-Before each step KV's need is looked at first: what it grows by, experts give at once. After the
-steps of an interval, compute and modelled loading are weighed, and one expert of every layer may
-move (host_offload.sizing.tiers). Slots that experts do not have are KV's.
+Before each step it looks at the slots that KV needs, and takes them from experts at once if KV has
+grown. After each interval of steps it weighs compute against modelled loading, and may move one
+expert of every layer (host_offload.sizing.tiers). KV has all slots that experts do not have.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from moejax.errors import UserError
 from moejax.step.executor import Executor
 
 SMOOTHING = 0.1
-"""Weight of the latest step in what a batch bucket's compute is thought to take."""
+"""Weight of the latest step in the smoothed compute time of a batch bucket."""
 
 KEPT_MOVES = 1000
 
 
 @dataclasses.dataclass
 class ResidencyPlanner:
-    """Asks the planner between steps, and carries out what it says.
+    """Asks the planner between steps, and carries out its placements.
 
-    `τ_comp(theory)` of a batch bucket is what its decode steps took less what their ops waited for
-    bytes, smoothed: a profile that follows batch and context by itself, where the paper's, with
-    everything resident, is made again when they shift. Prefill steps are not weighed, as in the
-    paper.
+    `τ_comp(theory)` of a batch bucket is the time of its decode steps, less the time that their ops
+    waited for bytes, smoothed. So it follows batch and context; the paper instead measures a
+    profile with every expert resident, and measures again when they shift. Prefill steps are not
+    weighed, as in the paper.
     """
 
     runner: Executor
@@ -52,18 +52,19 @@ class ResidencyPlanner:
     interval: int
     staggered: bool = True
     compute_s: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Decode rows, rounded up to a power of two → seconds."""
+    """Seconds of compute, by decode rows rounded up to a power of two."""
     moves: deque[dict[str, Any]] = dataclasses.field(
         default_factory=lambda: deque(maxlen=KEPT_MOVES)
     )
-    """Changes of placement: how many `step`s were read before, `why` (`kv`: KV grew; `rho`: compute
-    and loading were weighed), experts of all layers in each tier, their bytes and KV's slots."""
+    """Changes of placement. Each has the `step`s read before it, `why` (`kv`: KV grew; `rho`:
+    compute and loading were weighed), experts of all layers in each tier, their bytes and KV's
+    slots."""
     deferred: int = 0
-    """Times that KV could not be moved out of slots that experts were to get, or records not be
-    brought or packed."""
+    """Changes that failed, because KV could not leave a slot or a record could not be brought or
+    packed."""
     _state: PlannerState | None = None
     _due: deque[int] = dataclasses.field(default_factory=deque)
-    """Buckets of the decode steps that were read and not weighed."""
+    """Buckets of decode steps that were read and not weighed yet."""
     _steps: int = 0
     _read_s: float | None = None
     _waited_s: float = 0.0
@@ -76,15 +77,15 @@ class ResidencyPlanner:
 
     @property
     def least_kv_slots(self) -> int:
-        """KV's, so that a sequence of max_model_len can always run."""
+        """Slots that KV needs so that a sequence of max_model_len can always run."""
         arena, longest = self.scheduler.arena, self.scheduler.max_model_len
         pages = -(-longest // arena.layout.page.block_size)
         return -(-pages // arena.layout.pages_per_slot)
 
     def kv_needs(self) -> int:
-        """Slots for the pages that are in use, a page more for each sequence that runs, and the
-        prompts that wait for a free row; no fewer than least_kv_slots, no more than experts can
-        give."""
+        """Returns how many slots KV needs: for pages in use, one more page for each running
+        sequence, and waiting prompts that will get a free row. It is at least least_kv_slots, and
+        at most what experts can give."""
         scheduler, arena = self.scheduler, self.scheduler.arena
         size = scheduler.block_size
         pages = arena.pages - scheduler.cache.available + len(scheduler.running)
@@ -95,7 +96,7 @@ class ResidencyPlanner:
         return min(slots, arena.slots - self._least_expert_slots())
 
     def before_step(self) -> None:
-        """Before the work of a step is chosen."""
+        """Changes the placement if needed. Call it before the work of a step is chosen."""
         window = self._window
         state = self._state or PlannerState(window.placement)
         arena = self.scheduler.arena
@@ -120,7 +121,11 @@ class ResidencyPlanner:
         self._state = state
 
     def after_read(self, kind: str, rows: int, now: float) -> None:
-        """A step was read. rows: that it decoded. now: when, in seconds of any clock."""
+        """Takes the time of a step that was read.
+
+        - `rows`: rows that the step decoded.
+        - `now`: seconds of any clock, the same in all calls.
+        """
         self._steps += 1
         totals = self.runner.transport.totals()
         waited = 0.0 if totals is None else totals.wait_seconds or 0.0
@@ -135,11 +140,11 @@ class ResidencyPlanner:
         self._due.append(bucket)
 
     def rest(self) -> None:
-        """Nothing runs: the time until the next step is read is no step's."""
+        """Notes that nothing runs, so that the idle time counts for no step."""
         self._read_s = None
 
     def stats(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns statistics as plain data, for LLM.stats()."""
         window = self._window
         load = self.model.load_seconds(window.placement)
         return {
@@ -155,13 +160,14 @@ class ResidencyPlanner:
         }
 
     def _least_expert_slots(self) -> int:
-        """Slots that the window takes alone."""
+        """Returns how many slots the window takes without residents."""
         window = self._window
         rows = window.halves * window.experts * window.record_rows
         return -(-rows // window.slot_rows)
 
     def _apply(self, placement: np.ndarray, why: str) -> bool:
-        """False: KV holds what experts were to get, and cannot be moved out of it now."""
+        """Changes the placement. Returns False if KV cannot leave slots that experts need, or if a
+        record could not be brought or packed."""
         stream, arena = self.runner.stream, self.scheduler.arena
         assert stream is not None, "the executor began with one"
         after = dataclasses.replace(self._window, tier=tiers_of(placement))
@@ -183,8 +189,8 @@ class ResidencyPlanner:
         return True
 
     def _room_for(self, window: WindowSpec) -> bool:
-        """Whether KV has none of the slots of a window, which are the first ones; its pages are
-        moved out of them."""
+        """Moves KV out of the slots of a window, which are the first ones. Returns whether none of
+        them is KV's now."""
         scheduler, arena = self.scheduler, self.scheduler.arena
         while arena.slots - arena.count(SlotClass.KV) < window.slots:
             first = arena.slots - arena.count(SlotClass.KV)

@@ -1,4 +1,5 @@
-"""Moving the line between experts and KV: table contents only, between two steps."""
+"""Moves the split of the arena between experts and KV, between two steps, by table contents
+only."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ from moejax.step.executor import Executor
 log = logging.getLogger("moejax")
 
 MOVED_PAGES = SWAP_PAGES
-"""Most KV pages that a resize moves before one step, so that the step takes little longer."""
+"""Most KV pages that a resize moves before one step, so that the step is delayed only a little."""
 
 
 def check_grant(
     cells_shape: tuple[int, ...], slots: int, cells: Sequence[int], kv_slots: int
 ) -> None:
-    """Raises ValueError for cells per layer and KV slots that an arena cannot have at once.
-    cells_shape: (layers, most cells of one). slots: of the arena."""
+    """Raises ValueError for cells and KV slots that an arena cannot have at the same time.
+
+    - `cells_shape`: (layers, most cells of a layer).
+    - `slots`: slots of the arena.
+    - `cells`: cells of each layer.
+    """
     layers, bound = cells_shape
     if len(cells) != layers or any(not 0 <= n <= bound for n in cells):
         raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {cells}")
@@ -38,33 +43,36 @@ def check_grant(
 
 
 def check_one_version(runner: Executor) -> None:
-    """Raises ValueError where experts have two versions, whose cells are laid out once."""
+    """Raises ValueError if experts have two versions, whose cells are laid out once."""
     if len(runner.layout.records) > 1 or runner.placement is not None:
         raise ValueError("cells of two versions are laid out once, at the start")
 
 
 def grant(runner: Executor, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
-    """Gives the layers so many cells and KV so many slots. Shrinks before it grows: at no moment do
-    both sides hold a slot. Raises ValueError, changing nothing, where KV that is in use would have
-    to go; what else goes wrong leaves the earlier split as well."""
+    """Gives each layer so many cells and KV so many slots.
+
+    The side that shrinks goes first, so at no moment do both sides hold a slot. Raises ValueError
+    if KV in use would have to go. After any error the split is what it was.
+    """
     know_cells(runner, arena)
     with _all_or_nothing(arena):
         if kv_slots < arena.count(SlotClass.KV):
             arena.grant_kv_slots(kv_slots)
         if list(cells) != cells_of(arena):
             runner.grant_cells(arena.grant_cells(cells))
-    # Bookkeeping only, and the slots are there.
+    # Only bookkeeping is left, and the slots are free.
     arena.grant_kv_slots(kv_slots)
 
 
 def know_cells(runner: Executor, arena: SlotArena) -> None:
-    """Which layer has which cells, where they go from layer to layer: waits for the device."""
+    """Reads the cells of each layer from the tables if cells pass from layer to layer. Waits for
+    the device."""
     if runner.pooled:
         arena.cell_row = np.array(runner.tables.cell_row)
 
 
 def cells_of(arena: SlotArena) -> list[int]:
-    """Cells that each layer has."""
+    """Returns how many cells each layer has."""
     return np.sum(arena.cell_row >= 0, axis=1).tolist()
 
 
@@ -84,31 +92,39 @@ def _all_or_nothing(arena: SlotArena) -> Iterator[None]:
 
 @dataclasses.dataclass
 class ArenaResizer:
-    """Carries out, before a step, what policies want while requests run.
+    """Carries out, before a step, the splits that policies want while requests run.
 
-    A slot that changes sides must be empty. So where KV shrinks, idle blocks are dropped, pages are
-    moved together and sessions between turns moved out, at most MOVED_PAGES pages before a step;
-    layers get the slots as they become empty. KV that requests run on is not moved out, and KV
-    keeps what all who run and all sessions hold beside a new request (least_pages): the rest of
-    such a request waits. What that cannot foresee, sessions that grow later, `take_slot` is for.
+    A slot that changes sides must be empty. So if KV shrinks, idle blocks are dropped, pages are
+    moved together and sessions between turns are moved out, at most MOVED_PAGES pages before a
+    step. Layers get the slots as they become empty. Pages of running requests are not moved out.
+
+    KV keeps the pages that running requests, sessions and one new request need (least_pages). A
+    resize that wants more of KV waits for the rest. Sessions may still grow later; `take_slot`
+    serves them.
     """
 
     runner: Executor
     scheduler: Scheduler
     resizes: int = 0
-    """Requests carried out that changed something."""
+    """Resizes that were carried out and changed the split."""
     slots_moved: int = 0
-    """Slots that KV gave or got."""
+    """Slots that changed sides."""
     deferred: int = 0
-    """Steps that went by with a request that was not carried out in full."""
+    """Steps before which a resize was not carried out in full."""
     failed: int = 0
-    """Requests dropped because the device refused a copy."""
+    """Resizes dropped because the device refused a copy."""
     _moving: bool = False
 
     def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
-        """cells: of each layer; None: as they are. kv_pages: rounded up to slots; None: as it is.
-        Raises PolicyError for what can never be, and what the device says where a copy failed after
-        the arena or the tables were donated to it: they are gone then, and with them the engine."""
+        """Moves the split towards what a policy wants.
+
+        - `cells`: cells of each layer; None: unchanged.
+        - `kv_pages`: pages of KV, rounded up to slots; None: unchanged.
+
+        Raises PolicyError for a split that the arena can never have. Raises the device's error if a
+        copy failed to which the arena or the tables were donated: they are lost, and so is the
+        engine.
+        """
         arena = self.scheduler.arena
         know_cells(self.runner, arena)
         had, kv_had = cells_of(arena), arena.count(SlotClass.KV)
@@ -122,7 +138,7 @@ class ArenaResizer:
         try:
             self._move(wanted, kv_wanted)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            # Those were given to an executable that returned none.
+            # Deleted arrays were donated to an executable that failed.
             given = jax.tree.leaves((self.runner.arena, self.runner.tables))
             if any(array.is_deleted() for array in given):
                 raise
@@ -141,10 +157,12 @@ class ArenaResizer:
         return Moved(settled, changed)
 
     def take_slot(self) -> bool:
-        """For a moment when requests wait for pages and nothing can be dispatched: gives KV one
-        slot more, a free one or of the layer with the most cells; False: experts have none left. So
-        nobody waits for ever whom the split at the start would have served. A resize request that
-        is unfinished goes on before the next step."""
+        """Gives KV one more slot: a free slot, or a cell of the layer with the most cells.
+
+        Call it when requests wait for pages and nothing can be dispatched. So every request that
+        the split at the start could serve runs in the end. An unfinished resize goes on before the
+        next step. Returns False if experts have no cells left.
+        """
         arena = self.scheduler.arena
         know_cells(self.runner, arena)
         cells, kv_slots = cells_of(arena), arena.count(SlotClass.KV)
@@ -157,11 +175,11 @@ class ArenaResizer:
         return True
 
     def limit(self, max_running: int) -> None:
-        """No more sequences than so many begin to run from now on; those that do go on."""
+        """Limits how many sequences run at once. Sequences that run already go on."""
         self.scheduler.max_running = min(max_running, self.scheduler.max_num_seqs)
 
     def stats(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns statistics as plain data, for LLM.stats()."""
         return {
             "max_running": self.scheduler.max_running,
             "resizes": self.resizes,
@@ -172,7 +190,7 @@ class ArenaResizer:
         }
 
     def _check(self, wanted: list[int], kv_wanted: int) -> None:
-        """Raises ValueError for what can never be."""
+        """Raises ValueError for a split that the arena can never have."""
         arena = self.scheduler.arena
         check_grant(arena.cell_row.shape, arena.slots, wanted, kv_wanted)
 
@@ -186,13 +204,13 @@ class ArenaResizer:
             grant(self.runner, arena, within(wanted, cells_of(arena), room), kv_slots)
 
     def _kv_target(self, wanted: int) -> int:
-        """KV slots to go to now: no fewer than least_pages, if it has them."""
+        """Returns the KV slots to aim at now: at least those of least_pages, if KV has them."""
         arena = self.scheduler.arena
         least = -(-least_pages(self.scheduler) // arena.layout.pages_per_slot)
         return max(wanted, min(least, arena.count(SlotClass.KV)))
 
     def _shrink_kv(self, target: int) -> int:
-        """As far towards so many KV slots as can be now; returns how many there are."""
+        """Shrinks KV towards `target` slots as far as it can now. Returns how many KV has."""
         arena, scheduler, left = self.scheduler.arena, self.scheduler, MOVED_PAGES
         while (slots := arena.count(SlotClass.KV)) > target:
             if empty := slots - scheduler.cache.slots_in_use:
@@ -207,18 +225,18 @@ class ArenaResizer:
 
 @dataclasses.dataclass
 class ResidentResizer(ArenaResizer):
-    """Where every expert is always resident in one of two versions: KV gets slots that experts can
-    do without once fewer are high, and experts make more of theirs high when KV gives slots back.
+    """Moves the split if every expert is always resident in one of two versions. KV gets slots when
+    experts are demoted, and experts are promoted when KV gives slots back.
 
-    Policies say how many pages KV should have; who is demoted is the precision's decision, and
-    which slot becomes empty that of its transitions (Transitions.aim), so a request of KV waits
-    until enough were demoted and cells were moved together, within the bounds of each step.
+    Policies say how many pages KV should have. The precision policy chooses which experts are
+    demoted, and the transitions decide which slots become empty (Transitions.aim). So KV waits
+    until enough experts were demoted and cells were moved together, within the bounds of each step.
     """
 
     transitions: Transitions = dataclasses.field(kw_only=True)
 
     def take_slot(self) -> bool:
-        return False  # a slot becomes empty by transitions, and those ride in steps
+        return False  # only transitions empty a slot, and they need steps
 
     def _check(self, wanted: list[int], kv_wanted: int) -> None:
         if any(wanted):
@@ -239,15 +257,18 @@ class ResidentResizer(ArenaResizer):
             kv_slots = self._kv_target(kv_wanted)
             if kv_slots < kv_had:
                 self._shrink_kv(kv_slots)
-        # Bookkeeping only: cells are cut from them when a transition needs one.
+        # Only bookkeeping: the slots are cut into cells when a transition needs one.
         if slots := arena.take_free_slots():
             transitions.add(slots)
 
 
 def least_pages(scheduler: Scheduler) -> int:
-    """Pages that KV must keep: all that the longest of those who wait or run may come to need; and,
-    as far as host memory does not take it, what admitted requests may come to need, what sessions
-    hold, and one more sequence of max_model_len."""
+    """Returns the pages that KV must keep.
+
+    These are all pages that the longest waiting or running request may need. They are also those
+    that admitted requests may need, sessions hold and one more sequence of max_model_len needs,
+    less the pages that fit into host memory.
+    """
     live = [*scheduler.running.values(), *scheduler.waiting]
     alone = max((scheduler.pages_for(len(r.prompt), r.to_generate) for r in live), default=0)
     if scheduler.overflow == "recompute":
@@ -258,8 +279,11 @@ def least_pages(scheduler: Scheduler) -> int:
 
 
 def empty_slot(scheduler: Scheduler, most: int, slot: int | None = None) -> int:
-    """Moves at most so many pages out of a KV slot; how many were. slot: None: that with the
-    fewest."""
+    """Moves pages out of a KV slot. Returns how many.
+
+    - `most`: most pages to move.
+    - `slot`: None takes the slot with the fewest pages.
+    """
     moved = set(scheduler.cache.empty_slot(most, slot))
     for request in scheduler.running.values():
         if not moved.isdisjoint(request.blocks):
@@ -268,16 +292,17 @@ def empty_slot(scheduler: Scheduler, most: int, slot: int | None = None) -> int:
 
 
 def move_out(scheduler: Scheduler, most: int) -> int:
-    """Moves out at most so many pages of sessions between turns, or of those that a preempted
-    request kept; how many became available."""
+    """Moves out at most `most` pages of sessions between turns, or of a preempted request. Returns
+    how many pages became available."""
     before = scheduler.cache.available
     _ = scheduler.sessions.evict(most) or scheduler.evict_waiting(most)
     return scheduler.cache.available - before
 
 
 def within(wanted: Sequence[int], have: Sequence[int], room: int) -> list[int]:
-    """Cells on the way from `have` to `wanted`, no more than `room` in all: who shrinks does at
-    once, who grows gets of the room what is left, the neediest first."""
+    """Returns cells of each layer on the way from `have` to `wanted`, at most `room` in all. Layers
+    that shrink do so at once; layers that grow share the remaining room, the one that lacks most
+    first."""
     cells = np.minimum(wanted, have)
     missing = np.subtract(wanted, cells)
     for _ in range(min(room - int(cells.sum()), int(missing.sum()))):

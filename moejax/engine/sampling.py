@@ -1,4 +1,4 @@
-"""From a step's logits to the next tokens of its requests."""
+"""Samples the next tokens of a step's requests from its logits."""
 
 from __future__ import annotations
 
@@ -40,36 +40,39 @@ _PARAMETERS: dict[str, tuple[type, float]] = {
     "biased": (np.bool_, False),
     "logprobs": (np.bool_, False),
 }
-"""What of a request's parameters is kept by row: dtype and the value of rows not in use."""
+"""Parameters of requests that are kept by row: their dtype, and the value of rows not in use."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
-    """What of a step's requests stays the same for as long as they are the same in the same rows.
-    Arrays are of all rows and never written again: a step may still read them."""
+    """Sampling parameters of a step's requests, reused while the same requests are in the same
+    rows. Arrays have all rows and are never written again, since a step may still read them."""
 
     rows: list[int]
     sampled: list[Request]
-    """In the order of rows."""
+    """In the order of `rows`."""
     update: np.ndarray
+    """bool[R]: the rows in `rows`."""
     sampling: tuple[np.ndarray, ...] | None
-    """_SAMPLING; None: all are greedy."""
+    """Arrays of _SAMPLING; None: all requests are greedy."""
     penalties: tuple[np.ndarray, ...] | None
-    """_PENALTIES; None: all are neutral."""
+    """Arrays of _PENALTIES; None: all are neutral."""
     penalized: np.ndarray
-    """bool[R]."""
+    """bool[R]: rows with penalties."""
     biased: tuple[tuple[int, Request], ...]
-    """Those with a logit_bias or min_tokens."""
+    """(row, request) of requests with a logit_bias or min_tokens."""
     logprobs: bool
 
 
 class TokenSampler:
-    """Samples tokens by the parameters of each request; what one of them asks for costs and changes
-    nothing for others.
+    """Samples tokens by the parameters of each request. A request's parameters do not change the
+    tokens of others.
 
-    eos_token_ids: the model's, which min_tokens bans. Everything is dispatched, nothing read: the
-    tokens of the step before may not be known yet, so the counts of penalties are kept on the
-    device (`Executor.counts`), from the first request that needs them on.
+    It dispatches programs and reads nothing. The tokens of the step before may not be known yet, so
+    the counts for penalties are kept on the device (`TokenState.counts`), from the first request
+    that needs them on.
+
+    - `eos_token_ids`: end-of-sequence tokens of the model, which min_tokens bans.
     """
 
     def __init__(self, runner: Executor, eos_token_ids: Iterable[int]):
@@ -82,7 +85,7 @@ class TokenSampler:
         self._batch: _Batch | None = None
         count = runner.shapes.rows
         self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
-        """Of the request that got each row last."""
+        """Parameters of the request that got each row last."""
         self._biases_key: tuple[_Batch, tuple[bool, ...]] | None = None
         self._biases: tuple[np.ndarray, np.ndarray] | None = None
         shape = (count, MAX_BIASES)
@@ -101,8 +104,8 @@ class TokenSampler:
                 )
 
     def place(self, request: Request) -> None:
-        """The request got a row, for the first time or again: what its penalties count is counted
-        anew before its next token. By then its tokens so far must have been read."""
+        """Takes the parameters of a request that got a row. Its tokens are counted from scratch
+        before its next token is sampled, so they must have been read by then."""
         assert request.row is not None
         self._counted.pop(request.row, None)
         self._batch = None
@@ -114,11 +117,14 @@ class TokenSampler:
     def sample(
         self, logits: jax.Array, sampled: Sequence[Request]
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """The next token of each of the requests, made the runner's current tokens in their rows.
+        """Samples the next token of each request and makes it the current token of its row.
 
-        logits: float32[R or fewer, V]. sampled: in any order; their `dispatched` counts the token
-        that is drawn now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
-        None if no request wants any). Log-probabilities are of the logits as given.
+        - `logits`: float32[R or fewer, V].
+        - `sampled`: the requests, in any order. Their `dispatched` counts the token that is drawn
+          now.
+
+        Returns (tokens int32[R], result of sampler.logprobs for all rows; None if no request wants
+        log-probabilities). Log-probabilities are of the logits as given.
         """
         batch, sampled = self._batch, [*sampled]
         rows: Any = [request.row for request in sampled]  # all have one
@@ -142,7 +148,7 @@ class TokenSampler:
         return self.runner.tokens.adjust(logits, batch.penalties, biases or self._no_biases)
 
     def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Token ids and biases for the next token of all rows; None where there are none."""
+        """Returns token ids and biases for the next token of all rows; None without any."""
         if not batch.biased:
             return None
         banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
@@ -161,7 +167,7 @@ class TokenSampler:
         return self._biases
 
     def _count(self, batch: _Batch) -> None:
-        """Sees to it that the counts of all rows with penalties are their requests'."""
+        """Recounts each row with penalties whose counts are not those of its request."""
         for row, request in zip(batch.rows, batch.sampled, strict=True):
             if not batch.penalized[row] or self._counted.get(row) is request:
                 continue
@@ -206,7 +212,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def _values(request: Request) -> dict[str, float]:
-    """The request's _PARAMETERS."""
+    """Returns the request's values of _PARAMETERS."""
     params = request.params
     return {
         **{name: getattr(params, name) for name in (*_SAMPLING[:-1], *_PENALTIES)},

@@ -1,4 +1,4 @@
-"""Which requests run, what the next step is, and whose KV is on the device."""
+"""Chooses which requests run, the work of the next step, and whose KV is on the device."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from moejax.requests.sessions import Sessions
 from moejax.step.step_parts import StepShapes
 
 HELD_STEPS = 32
-"""Most decode steps that new prompts wait for others to share their prefill step."""
+"""Most decode steps for which new prompts wait, so that more of them share a prefill step."""
 
 
 class Scheduler:
-    """Admission in the order of priority, then arrival, and nobody is passed over: what does not
-    fit waits, and those behind it too.
+    """Admits requests by priority, then by arrival. A request that does not fit waits, and so do
+    all requests after it.
 
     Prefill steps and decode steps alternate while there is work for both. Pages are taken as they
-    are needed; when none is left, idle shared blocks are dropped, then sessions between turns are
-    moved out, the longest unused first, then running requests, the last in order first.
+    are needed. When none is left, idle shared blocks are dropped first, then sessions between turns
+    are moved out (the longest unused first), then running requests (the last in order first).
 
-    overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
-    changes bits. prefill_share: most tokens of one prompt in a prefill step that others wait for.
-    admission: free rows to wait for before new prompts are admitted, while others decode: a prefill
-    step reads nearly every expert, however few prompts are in it.
+    - `overflow`: how KV is moved out: `swap` copies it to host memory, `recompute` drops it and
+      changes bits.
+    - `prefill_share`: most tokens of one prompt in a prefill step that others wait for.
+    - `admission`: free rows to wait for before new prompts are admitted while others decode. A
+      prefill step reads nearly every expert, however few prompts are in it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Scheduler:
         self.share_chunks = max(share // self.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
-        # The lowest free row first: rows in use stay in few tiles.
+        # The lowest free row is taken first, so that rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
         self.block_table_version = self.peak_pages = 0
@@ -66,22 +67,22 @@ class Scheduler:
         # The step that is being made:
         self._placed: list[Request] = []
         self.published: list[Block] = []
-        """Blocks that it writes and others may already hold."""
+        """Blocks that the step writes and other requests may already hold."""
         self.in_step: set[Request] = set()
-        """Requests that it computes."""
+        """Requests that the step computes."""
         self._held_steps = 0
-        self.admitted_pages = 0  # that requests which have been admitted may come to need
+        self.admitted_pages = 0  # most pages that admitted requests may need
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
 
     def pages_for(self, prompt_tokens: int, to_generate: int) -> int:
-        """Pages of a sequence; the last generated token is never attended to."""
+        """Returns the pages of a sequence. The last generated token needs no KV."""
         return -(-(prompt_tokens + max(to_generate - 1, 0)) // self.block_size)
 
     def check(self, prompt_tokens: int, to_generate: int) -> None:
-        """Refuses, with sizes, what could never run, whatever else finishes first: raises UserError
-        when prompt + max_tokens exceeds max_model_len or needs more KV than the budget."""
+        """Raises UserError for a request that could never run, because prompt + max_tokens exceeds
+        max_model_len or needs more KV than the budget."""
         total = prompt_tokens + to_generate
         if total > self.max_model_len:
             raise UserError(
@@ -100,7 +101,8 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request that passed check; a turn waits for the end of the one before it."""
+        """Queues a request that passed `check`. A turn of a session waits for the end of the turn
+        before it."""
         request.prefill_to = len(request.prompt)
         session = request.session
         if session is not None and session.turn is not None:
@@ -112,16 +114,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that were never admitted, or were moved out, in no order."""
+        """Requests that were not admitted yet, or were moved out, in no order."""
         queued = [r for s in self.sessions.all for r in s.queue]
         return [r for _, r in self.queue if r.finish_reason is None] + queued
 
     def release(self, request: Request) -> None:
-        """Takes a request out, wherever it is. Steps already dispatched run before any that will
-        use its pages, so they are free at once, or its session's."""
+        """Takes a request out, whether it runs or waits. Its pages are free at once, or pass to its
+        session: steps that were dispatched run before any step that reuses the pages."""
         if request.row is not None:
             self._free_row(request)
-        # In the waiting heap it stays until it is met there: it has a finish_reason.
+        # A waiting request stays in the heap until _forget_finished finds its finish_reason.
         self.admitted_pages -= request.admitted_pages
         request.admitted_pages = 0
         blocks, request.blocks = request.blocks, []
@@ -141,23 +143,24 @@ class Scheduler:
     # ---- the next step
 
     def next_work(self) -> ScheduledWork | None:
-        """The next step's work, counted as dispatched; None when nothing can be dispatched."""
+        """Returns the next step's work, counted as dispatched; None if nothing can be
+        dispatched."""
         self.published, self.in_step = [], set()
-        # In between two prefill steps decode goes on.
+        # Decode goes on between two prefill steps.
         rows = self._decode_rows() if self._prefilled else []
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
-            rows = self._decode_rows()  # also of those that just got their row back
+            rows = self._decode_rows()  # also of requests that just got a row back
         self._prefilled = bool(chunks)
         if not rows and not chunks:
             return None
         self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
-        # Also those that were placed for a step that failed before it was made.
+        # Also requests that were placed for a step that failed before it was made.
         placed, self._placed = [r for r in self._placed if r.row is not None], []
         return ScheduledWork(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
 
     def _decoding(self) -> Iterator[Request]:
-        # prefill_done written out: this is asked of every running request in every step.
+        # prefill_done is written out, since this runs for every running request in every step.
         return (
             r
             for r in self.running.values()
@@ -167,7 +170,7 @@ class Scheduler:
     def _decode_rows(self) -> list[tuple[int, Request]]:
         rows, size = [], self.block_size
         for request in sorted(self._decoding(), key=_order):
-            if request.row is None:  # moved out for one before it
+            if request.row is None:  # moved out for an earlier request
                 continue
             full = request.computed == len(request.blocks) * size
             if full and not self.extend(request, 1):
@@ -184,24 +187,24 @@ class Scheduler:
         kind: PrefillKind | None = None
         for request in self._prefilling(decoding, chunks):
             if kind not in (None, request.prefill_kind):
-                continue  # they are different executables
+                continue  # kinds of prefill are different executables
             room = self.prefill_chunks - len(chunks)
             others = decoding or self.queue or len(self.running) > 1
             more = self._chunks_of(request, min(room, self.share_chunks) if others else room)
             if more:
                 kind = request.prefill_kind
             chunks += more
-        if not decoding:  # nobody waits for the step: what is left of it goes by order
+        if not decoding:  # no request waits for the step, so the rest of it is filled in order
             for request in sorted({c.request for c in chunks}, key=_order):
                 chunks += self._chunks_of(request, self.prefill_chunks - len(chunks))
         return chunks
 
     def _prefilling(self, decoding: bool, chunks: list[PromptChunk]) -> Iterator[Request]:
-        """Those whose prompt is not computed, in order, until the prefill step is full; the waiting
-        ones as they are admitted."""
+        """Yields requests with a prompt to compute, in order, until the prefill step is full. It
+        admits waiting requests on the way."""
         pending = sorted((r for r in self.running.values() if not r.prefill_done), key=_order)
         for request in pending:
-            if len(chunks) < self.prefill_chunks and request.row is not None:  # not moved out since
+            if len(chunks) < self.prefill_chunks and request.row is not None:  # None: moved out
                 yield request
         self._forget_finished()
         if decoding and self._holds_back():
@@ -215,7 +218,8 @@ class Scheduler:
             self._forget_finished()
 
     def _holds_back(self) -> bool:
-        """Whether new prompts wait for more of them: not long, and not the more urgent."""
+        """Whether new prompts wait for more prompts to share their step. They wait at most
+        HELD_STEPS steps, and not if they are more urgent than a running request."""
         wanted = min(self.admission, len(self.queue))
         few = len(self.free_rows) < wanted and self._held_steps < HELD_STEPS
         if few:
@@ -231,9 +235,10 @@ class Scheduler:
             heapq.heappop(self.queue)
 
     def _admit(self, request: Request) -> bool:
-        """Gives a waiting request a row, and its KV back if it had any. False: not now."""
+        """Gives a waiting request a row, and its KV back if it had any. Returns False if that is
+        not possible now."""
         if len(self.running) >= self.max_running or request.dispatched > len(request.output):
-            return False  # enough run; or moved out a step ago, its last token has not been read
+            return False  # enough requests run, or a moved-out request's last token is not read yet
         session = request.session
         first = request.admitted_pages == 0
         if first and not self._can_end(request):
@@ -243,7 +248,7 @@ class Scheduler:
             return False
         if not self._bring_back(request):
             if session is not None and first:
-                self._drop_kv(request)  # as if its turn had not begun
+                self._drop_kv(request)  # its turn has not begun after all
             return False
         heapq.heappop(self.queue)
         request.row = heapq.heappop(self.free_rows)
@@ -266,22 +271,23 @@ class Scheduler:
         request.computed = request.cached_tokens = request.pure = 0
 
     def _can_end(self, request: Request) -> bool:
-        """Whether all that were admitted, and this one, can have all pages they may need, on the
-        device or swapped out: otherwise they could wait for each other for ever."""
+        """Whether the admitted requests and this one can have all pages that they may need, on the
+        device or swapped out. Otherwise they could wait for each other for ever."""
         if self.overflow == "recompute" or self.admitted_pages == 0:
             return True
         worst = self.admitted_pages + self.pages_for(len(request.prompt), request.to_generate)
         return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
-        """Whether all pages that the request needs to go on can be had; if so, its own are back."""
+        """Frees the pages that the request needs to go on, and swaps its own pages in. Returns
+        whether that was possible."""
         swapped = self.cache.missing(request.blocks)
         needed = max(-(-request.prefill_to // self.block_size), len(request.blocks))
-        # One to decode into, so that it is not the next to be moved out.
+        # One page more to decode into, so that the request is not the next to be moved out.
         wanted = swapped + needed - len(request.blocks) + (request.dispatched > 0)
         wanted -= self.prefixes.held(request)
         limit = self.arena.pages - (len(request.blocks) - swapped)
-        self.cache.pin(request.blocks)  # those that are there must not be moved out for the others
+        self.cache.pin(request.blocks)  # its pages must not be moved out to make room for it
         there = False
         try:
             there = self._free_pages(min(wanted, limit))
@@ -324,7 +330,8 @@ class Scheduler:
     # ---- pages
 
     def extend(self, request: Request, count: int) -> bool:
-        """Gives a running request more pages, if need be of those behind it."""
+        """Gives a running request more pages, and moves out requests behind it if need be. Returns
+        False if there are not enough."""
         if not self._free_pages(count, behind=request):
             return False
         first, blocks = len(request.blocks), self.cache.allocate(count)
@@ -334,28 +341,30 @@ class Scheduler:
         return True
 
     def write_table(self, request: Request, first: int) -> None:
-        kv_rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
+        kv_rows: Any = [block.row for block in request.blocks[first:]]  # all are on the device
         self.block_table[request.row, first : len(request.blocks)] = kv_rows
         self.block_table_version += 1
 
     def _free_pages(self, count: int, behind: Request | None = None) -> bool:
-        """Sees to it that so many pages are available. behind: running requests that come after
-        this one may be moved out for it."""
+        """Makes so many pages available. Returns whether that was possible.
+
+        - `behind`: running requests that come after this one may be moved out.
+        """
         while self.cache.available < count:
             if not (self.sessions.evict() or self.evict_waiting() or self._preempt_last(behind)):
                 return False
         return True
 
     def evict_waiting(self, most: int | None = None) -> bool:
-        """Moves out pages that a request kept when it was preempted, since another ran on them."""
+        """Moves out pages of preempted requests that stayed because another request ran on them."""
         for _, request in self.queue:
             if movable := self.cache.movable(request.blocks):
                 return self.cache.swap_out(movable[:most]) > 0
         return False
 
     def _preempt_last(self, behind: Request | None) -> bool:
-        """Moves out the running request that comes last, if it comes after `behind` and the step
-        does not compute it; it waits with its old place in the order."""
+        """Moves out the last running request that is not in the step, if it comes after `behind`.
+        It waits, and keeps its place in the order."""
         candidates = [r for r in self.running.values() if r not in self.in_step]
         if behind is None or not candidates:
             return False
@@ -365,7 +374,7 @@ class Scheduler:
         movable = self.cache.movable(request.blocks, pins=1)
         if self.overflow == "swap" and movable and self.cache.swap_room == 0:
             return False
-        # It waits before its pages move: should that fail, it is not lost.
+        # Queued before its pages move, so that the request is not lost if that fails.
         self._free_row(request)
         heapq.heappush(self.queue, (request.order, request))
         request.preemptions += 1
@@ -375,7 +384,7 @@ class Scheduler:
         if self.overflow == "swap":
             self.cache.swap_out(request.blocks)
         else:
-            # Its session's KV of generated tokens will come through the prefill path.
+            # Prefill will recompute KV of generated tokens of its session.
             request.recomputed |= request.computed > request.pure
             self._drop_kv(request)
         return True
@@ -388,7 +397,7 @@ class Scheduler:
         request.row = None
 
     def move_out_all(self) -> None:
-        """Empties the arena's KV between requests: idle blocks are dropped, sessions moved out."""
+        """Empties the arena's KV while no request runs: moves sessions out, drops idle blocks."""
         while self.sessions.evict():
             pass
         self.cache.drop_idle()

@@ -1,5 +1,4 @@
-"""What ran, how long it took, what was moved and what holds the arena: the numbers behind
-`LLM.stats()`."""
+"""The numbers of `LLM.stats()`: requests, steps, times, transfers, and the use of the arena."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ KEPT_TIMES = 100_000
 
 
 class Statistics:
-    """Counters of one engine. record_bytes: bytes of one expert as it crosses the link, by version
-    number."""
+    """Counters of one engine.
+
+    - `record_bytes`: bytes of one expert over the link, by version number.
+    """
 
     def __init__(self, record_bytes: Sequence[int]):
         self.record_bytes = tuple(record_bytes)
@@ -41,19 +42,24 @@ class Statistics:
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self.paging = dict.fromkeys(Paging._fields, 0)
         self.moved = {"fill": 0, "read_through": 0}
-        """Bytes over the link, by cause."""
+        """Bytes over the link by cause."""
         self.first_token_times: deque[float] = deque(maxlen=KEPT_TIMES)
         self.token_times: deque[float] = deque(maxlen=KEPT_TIMES)
         self.last_read_s: float | None = None
-        """From when the next step's time counts."""
+        """Time from which the next step counts."""
 
     def add_step(
         self, kind: str, totals: Sequence[int], now: float, demand: np.ndarray | None = None
     ) -> None:
-        """kind: prefill or decode. totals: of the fields of Paging. now: when its results were
-        read. demand: of Results."""
+        """Counts a step that was read.
+
+        - `kind`: prefill or decode.
+        - `totals`: the sums of the fields of Paging.
+        - `now`: when its results were read, in seconds.
+        - `demand`: Results.demand.
+        """
         self.steps[kind] += 1
-        # Steps overlap with the reading of the one before: the time between two reads is a step's.
+        # A step runs while the host reads the one before, so it gets the time between two reads.
         self.seconds[kind] += now - (self.last_read_s or now)
         self.last_read_s = now
         for name, count in zip(Paging._fields, totals, strict=True):
@@ -76,7 +82,7 @@ class Statistics:
         request.last_token_s = now
 
     def summary(self) -> dict:
-        """The part of LLM.stats() that requests make: seconds, counts, bytes over the link."""
+        """Returns the part of LLM.stats() on requests: seconds, counts, bytes over the link."""
         wall, paging = sum(self.seconds.values()), self.paging
         first, between = np.asarray(self.first_token_times), np.asarray(self.token_times)
         return {
@@ -122,7 +128,10 @@ class StartTimes:
         self.seconds: dict[str, float] = {}
 
     def end(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
-        """A phase ends now. parts: phases within it, which are taken from its own time."""
+        """Ends a phase now.
+
+        - `parts`: seconds of phases within it, which are taken from its own time.
+        """
         now, parts = time.perf_counter(), parts or {}
         self.seconds |= parts
         self.seconds[phase] = now - self._last - sum(parts.values())
@@ -134,8 +143,8 @@ class StartTimes:
         return sum(self.seconds.values())
 
     def report(self) -> dict[str, Any]:
-        """The part of LLM.stats()["time"]: load_s until the weights are in their places, start_s
-        for all, and the phases."""
+        """Returns the part of LLM.stats()["time"] on the start: load_s until the weights are in
+        their places, start_s of the whole start, and the phases."""
         after = self.seconds.get("engine", 0.0) + self.seconds.get("tokenizer", 0.0)
         start = dict(self.seconds)
         return {"load_s": self.total_s - after, "start_s": self.total_s, "start": start}
@@ -145,7 +154,7 @@ class StartTimes:
 
 
 def kv_stats(scheduler: Scheduler) -> dict:
-    """Pages by state, what was found in them and what was moved, as plain data."""
+    """Returns KV statistics as plain data: pages by state, cache hits, bytes swapped."""
     cache = scheduler.cache
     return {
         "prefix_hit_tokens": scheduler.prefixes.hit_tokens,
@@ -160,7 +169,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
 
 
 def page_states(scheduler: Scheduler) -> dict[str, int]:
-    """How many pages are in which state."""
+    """Counts pages by state."""
     running = {b for r in scheduler.running.values() for b in r.blocks}
     holders = (*(r for _, r in scheduler.queue), *scheduler.sessions.all)
     held = {b for holder in holders for b in holder.blocks if b.row is not None}
@@ -174,8 +183,10 @@ def page_states(scheduler: Scheduler) -> dict[str, int]:
 
 
 def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
-    """KV, queues and link as policies and traces see them. totals: of the transfers beside compute;
-    None: there are none."""
+    """Returns the state of KV, queues and link as policies and traces see it.
+
+    - `totals`: counters of the transfers beside compute; None without such transfers.
+    """
     waiting = scheduler.waiting
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
@@ -190,7 +201,7 @@ def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
 
 
 def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
-    """What holds the arena, as plain data. Waits for the device."""
+    """Returns the use of the arena as plain data. Waits for the device."""
     arena, layout = scheduler.arena, scheduler.arena.layout
     return {
         "bytes": arena.slots * layout.slot_bytes,
@@ -199,7 +210,7 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
         "expert_slots": arena.count(SlotClass.EXPERT),
         "kv_slots": arena.count(SlotClass.KV),
         "free_slots": arena.count(SlotClass.FREE),
-        # The tables': where every expert is resident, the arena has no cells of layers to grant.
+        # From the tables: if every expert is resident, SlotArena has granted no cells to layers.
         "cells_per_layer": np.sum(np.asarray(tables.cell_row) >= 0, axis=1).tolist(),
         "cells_used": int(np.sum(np.asarray(tables.owner) >= 0)),
         "block_size": layout.page.block_size,
@@ -211,9 +222,11 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
 def stream_stats(
     window: WindowSpec | None, statistics: Statistics, layout: SlotLayout
 ) -> dict[str, Any] | None:
-    """What the stream driver holds and moves, as plain data; None: another driver. `used` is the
-    share of a layer's experts that a step's tokens chose, so far: the others were moved for
-    nothing, and below `pays_from` another driver moves less."""
+    """Returns statistics of the stream driver as plain data; None with another driver.
+
+    `used` is the mean share of a layer's experts that a step's tokens chose. The others were moved
+    for nothing, so below `pays_from` another driver moves fewer bytes.
+    """
     if window is None:
         return None
     steps = sum(statistics.steps.values())
@@ -237,8 +250,8 @@ def stream_stats(
 def placement_stats(
     totals: PlacementTotals | None, placement: str | None, second: SecondProcessor | None
 ) -> dict[str, Any] | None:
-    """What a second processor computed beside the steps' own, as plain data (PlacementTotals);
-    None: there is none. Without `same_bits` outputs are a function of the placement."""
+    """Returns the work of a second processor (PlacementTotals) as plain data; None without one. If
+    `same_bits` is False, outputs depend on the placement."""
     if totals is None or second is None:
         return None
     about = {"implementation": second.implementation, "same_bits": second.same_bits}
@@ -246,8 +259,8 @@ def placement_stats(
 
 
 def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | None:
-    """What came beside compute (host_offload.queue.native.Totals), and over which link, as plain
-    data; None: ops copied experts in their place."""
+    """Returns the link and its transfers beside compute (host_offload.queue.native.Totals) as plain
+    data; None if the steps' ops copy experts."""
     if queue is None or totals is None:
         return None
     return {

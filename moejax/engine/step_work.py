@@ -1,4 +1,4 @@
-"""A step: what the scheduler wants of it, as it was dispatched, and the record of what it did."""
+"""The life of a step: the work that the scheduler chose, the dispatched step, and its record."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PromptChunk:
     skip: int
     length: int
     samples: bool
-    """The request's first token is sampled from the chunk's last one."""
+    """Whether the request's first token is sampled after the chunk's last token."""
     last: bool
-    """The prompt ends here."""
+    """Whether the prompt ends in this chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ScheduledWork:
     placed: tuple[Request, ...] = ()
     """Requests that got a row since the step before."""
     published: tuple[Block, ...] = ()
-    """Blocks whose bytes this step writes and others may use from now on."""
+    """Blocks that this step writes and that later steps of other requests may read."""
 
     def sampled(self) -> list[tuple[int, Request]]:
         """The requests that get a token, each with its row."""
@@ -66,19 +66,19 @@ class Step:
     work: ScheduledWork
     output: StepOutput
     results: jax.Array
-    """int32: its Results, with the tokens that were chosen."""
+    """int32: the step's Results, with the tokens that were chosen."""
     logprobs: tuple | None
     dispatched_s: float
     compiled: bool
-    """It is the first step of its executable."""
+    """Whether the step is the first of its executable."""
     positions: np.ndarray
-    """int32[R]: of the decoded tokens, −1 elsewhere."""
+    """int32[R]: positions of the decoded tokens, −1 in other rows."""
     stages: Entries | None
-    """Its list of transfers."""
+    """The step's list of transfers."""
     between: Sequence[LayerTransfers]
-    """What was carried out between its layers."""
+    """Transfers between the step's layers."""
     placed: PlacedRows | None
-    """Its tokens, where hooks saw them; None: nobody asked so far."""
+    """The step's tokens, if it has hooks; else None."""
 
     @property
     def kind(self) -> str:
@@ -90,7 +90,7 @@ class Step:
 
 
 def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
-    """What the step of the work's chunks is given."""
+    """Returns the batch of a prefill step with the work's chunks."""
     prefill = empty_prefill(shapes)._replace(count=np.int32(len(work.chunks)))
     for i, chunk in enumerate(work.chunks):
         request, end = chunk.request, chunk.start + chunk.length
@@ -111,12 +111,15 @@ class PlacedRows(NamedTuple):
     """The tokens of a step, without padding."""
 
     place: np.ndarray
-    """int[N]: of each among the padded ones, ascending."""
+    """int[N]: index of each token among the step's tokens with padding, ascending."""
     rows: StepRows
 
 
 def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) -> PlacedRows:
-    """The tokens of the work's step. positions: of Step."""
+    """Returns the tokens of the work's step.
+
+    - `positions`: Step.positions.
+    """
     if work.rows:
         by_row = sorted(work.rows, key=lambda placed: placed[0])
         place = np.array([row for row, _ in by_row])
@@ -147,11 +150,15 @@ def step_record(
     touched: Sequence[Request],
     use: PageUse,
 ) -> StepRecord:
-    """What a step did to whom, once its results are there. touched: requests that got tokens or
-    ended by it. Times are of time.perf_counter."""
+    """Makes the record of a step whose results were read.
+
+    - `read_s`: when they were read, by time.perf_counter.
+    - `touched`: requests that got tokens from the step or ended with it.
+    - `use`: state of KV, queues and link after it.
+    """
     work, output, shapes = step.work, step.output, runner.shapes
     paging, missed = results.paging, results.missed
-    # One by one: all of it is there, and a pytree costs more than the copies.
+    # Copied one by one: the step has ended, and traversing a pytree costs more than the copies.
     ids, weights = (np.asarray(a) for a in output.routing)
     place, placed = step.placed or placed_rows(work, step.positions, shapes)
     if work.rows:
@@ -194,7 +201,7 @@ def step_record(
 
 
 def entries_ahead(output: StepOutput) -> np.ndarray | None:
-    """int32[n, 4]: the transfers that the step chose itself (StepRecord.ahead)."""
+    """Returns int32[n, 4], the transfers that the step chose itself (StepRecord.ahead)."""
     if output.ahead is None:
         return None
     entries = np.asarray(output.ahead).swapaxes(1, 2).reshape(-1, 4)
@@ -204,8 +211,11 @@ def entries_ahead(output: StepOutput) -> np.ndarray | None:
 def moved_bytes(
     step: Step, paging: Paging, demand: np.ndarray | None, link_bytes: Sequence[int]
 ) -> np.ndarray:
-    """int64[3]: bytes over the link, of fills, of experts read through, and ahead of need.
-    paging, demand: of Results. link_bytes: of an expert, by version."""
+    """Returns int64[3], bytes over the link: of fills, of experts read through, ahead of need.
+
+    - `paging`, `demand`: fields of Results.
+    - `link_bytes`: bytes of an expert over the link, by version number.
+    """
     lists, ahead = list(step.between), 0
     if step.stages is not None and step.output.staged is not None:
         lists.append(LayerTransfers(step.stages, step.output.staged))
@@ -221,8 +231,11 @@ def moved_bytes(
 def demand_bytes(
     fills: int, read_through: int, demand: np.ndarray | None, record_bytes: Sequence[int]
 ) -> tuple[int, int]:
-    """What a step's fills and the experts that it read through moved over the link, in bytes.
-    demand: of Results, None of one version. record_bytes: by version number."""
+    """Returns the bytes over the link of (fills, experts read through) of a step.
+
+    - `demand`: Results.demand, None with one version.
+    - `record_bytes`: bytes of an expert, by version number.
+    """
     if demand is None:
         return fills * record_bytes[0], read_through * record_bytes[0]
     by_version = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
