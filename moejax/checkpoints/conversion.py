@@ -348,7 +348,7 @@ def _begin(
                 _forget_damaged(work, manifest, [*source.params.values(), *chain(*layers.values())])
                 return manifest
         else:
-            log.warning("%s: damaged since; everything is written again", work)
+            log.warning("%s: the part that was written is damaged; all is written again", work)
     numbered = {version: dict(enumerate(each)) for version, each in layers.items()}
     tree, files = orbax_files(source.params_tree(source.params.values()), numbered)
     provenance = {

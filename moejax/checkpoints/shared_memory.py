@@ -68,7 +68,7 @@ class SharedMemory:
             path.unlink(missing_ok=True)
         with path.open("rb" if self.filled else "w+b") as file:
             if self.filled and os.fstat(file.fileno()).st_size != nbytes:
-                raise RuntimeError(f"{path} has not the {nbytes} bytes that it should")
+                raise RuntimeError(f"{path} does not have the expected {nbytes} bytes")
             if not self.filled:
                 try:
                     # All pages are allocated now: one that is missing later ends the process.

@@ -11,7 +11,7 @@ from moejax.commands import add_command
 _DESCRIPTION = """\
 What moejax finds on this machine: GPU, driver, versions of jax, memory, what pinned memory and link
 allow, and which implementation of each op will run. What is wrong is said with the command that
-mends it; exit status 1 then. A machine without a GPU is nothing wrong: everything runs on its CPU.
+mends it; exit status 1 then. A missing GPU is no fault: all runs on the CPU.
 """
 
 

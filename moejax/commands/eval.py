@@ -321,7 +321,7 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
     from moejax.evaluate.results_file import require_same_weights
 
     if "step" in options:
-        raise UserError("--every-step is all steps; leave out --step")
+        raise UserError("--every-step evaluates all steps; leave out --step")
     with _lines(args, job) as lines:
         done = {line["step"] for line in lines.lines} - {None} if lines is not None else set()
         present = finished_steps(Path(args.model)) if done else ()

@@ -167,8 +167,8 @@ def _run(args: argparse.Namespace) -> int:
         "--input needs --output FILE, or --output - for standard output": files
         and args.output is None,
         "--output, --on-error and --overwrite need --input": jobs and not files,
-        "--timeline is of a PROMPT, not of --input": args.timeline is not None and files,
-        "--chat is of a PROMPT; a line of --input may have messages": args.chat and files,
+        "--timeline goes with a PROMPT, not with --input": args.timeline is not None and files,
+        "--chat goes with a PROMPT; a line of --input may have messages": args.chat and files,
         "--system needs --chat": args.system is not None and not args.chat,
         "--ray needs --input FILE": wants_cluster(args) and not files,
     }

@@ -138,7 +138,7 @@ def _check_of_a_trace(args: argparse.Namespace) -> None:
     named += ["--config"] if args.config is not None else []
     named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
     if named:
-        raise UserError(f"{named[0]} is of --dry-run; a plan from a trace has no such option")
+        raise UserError(f"{named[0]} goes with --dry-run; a plan from a trace does not take it")
     if options.get("cells") not in (None, "uniform", "marginal"):
         raise UserError("--cells of a plan is uniform or marginal")
 
@@ -147,7 +147,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     for name in ("workload", *_OF_A_TRACE):
         if getattr(args, name):
             flag = "trace" if name == "workload" else name
-            raise UserError(f"--{flag} is of a plan from a trace; leave it out, or --dry-run")
+            raise UserError(f"--{flag} goes with a plan from a trace; leave it or --dry-run out")
     if args.model is None:
         raise UserError("--dry-run needs a model: moejax plan --dry-run MODEL")
 

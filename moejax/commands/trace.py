@@ -171,7 +171,7 @@ def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
     requests = "unknown requests" if s.requests is None else f"{s.requests} requests"
     print(f"steps: {steps}; {s.tokens} tokens of {requests}")
     if not trace.complete:
-        print("The run did not end in order, or goes on: the steps are those that were written.")
+        print("The run was interrupted or is still running. These are the steps written so far.")
     if header.absent:
         print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
     wanted = header.layers, header.experts, header.top_k

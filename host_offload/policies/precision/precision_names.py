@@ -163,14 +163,16 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
         if os.path.isdir(path):
             return dataclasses.replace(plan, hot=count_selections(read_trace(path)))
         if hi_share is not None and not paged:
-            raise ValueError("hi_share means nothing to precision 'map': the map says who is high")
+            raise ValueError(
+                "precision 'map' takes no hi_share: the map names the experts in high precision"
+            )
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
     moves = {key: keys.pop(key) for key in ("spares", "step_bytes") if key in keys}
     if paged and moves:
         raise ValueError(
-            f"{next(iter(moves))} means nothing where experts are paged; leave it or paged out"
+            f"{next(iter(moves))} does not apply with paged=true; leave one of them out"
         )
     if not paged:
         moves.setdefault("spares", 1)

@@ -198,7 +198,9 @@ def _check_names(rule: Rule, where: str) -> None:
     if len(known) != len(captured) + len(rule.unstacked):
         raise UserError(f"{where}: a name stands for two axes or numbers")
     if re.search(r"\}[\d{]", rule.leaf):
-        raise UserError(f"{where}: where does the number in braces end that a digit follows?")
+        raise UserError(
+            f"{where}: a digit follows a number in braces, so where the number ends is ambiguous"
+        )
     if any(m[2] or m[3] for m in _PLACEHOLDER.finditer(rule.leaf)):
         raise UserError(f"{where}: arithmetic belongs into tensor, not into leaf")
     for tensor in rule.tensors:
@@ -335,7 +337,7 @@ def scale_factor(scale: float | str | None, field: Any) -> float | None:
     assert match is not None
     value = field(match[2])
     if not value:
-        raise UserError(f"the config's {match[2]} is 0, which the map's scale {scale} cannot be of")
+        raise UserError(f"the config's {match[2]} is 0, so the map's scale {scale} has no value")
     root = float(value) ** 0.5
     return 1 / root if match[1] else root
 
@@ -393,7 +395,9 @@ def check_names(name_map: NameMap, tree: Tree, found: set[str], expected: set[st
     missing, unknown = sorted(expected - found), sorted(found - expected)
     problems = [
         *_list_names("tensors that are missing", missing, unknown, "made"),
-        *_list_names("tensors that the config has not", unknown, missing or expected, "expected"),
+        *_list_names(
+            "tensors that the config does not have", unknown, missing or expected, "expected"
+        ),
     ]
     if problems:
         raise UserError(

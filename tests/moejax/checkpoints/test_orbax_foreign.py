@@ -615,7 +615,7 @@ def test_malformed_maps_are_refused(raw, match):
         (
             changed(1, tensor="model.final_norm.weight"),
             r"(?s)tensors that are missing \(1\):\n  model.norm.weight \(nearest made: "
-            r"model.final_norm.weight\).*tensors that the config has not",
+            r"model.final_norm.weight\).*tensors that the config does not have",
         ),
         (changed(1, tensor="model.embed_tokens.weight"), "holds model.embed_tokens.weight, and"),
         (changed(1, leaf="model/embed_tokens/weight"), "two rules take the leaf model/embed_tok"),
@@ -703,8 +703,8 @@ def bomb(levels=9):
         ("rules: [{leaf: a, tensor: b, axes: [" + "x," * 9000 + "]}]", r"axes must be .*\.\.\.$"),
         ("rules: [{leaf: a, tensor: b, scale: .inf}]", "scale must be a number up to"),
         ("rules: [{leaf: a, tensor: b, scale: .nan}]", "scale must be a number up to"),
-        ("rules: [{leaf: '{a}{b}', tensor: 'x{a}{b}'}]", "where does the number in braces end"),
-        ("rules: [{leaf: '{a}1', tensor: 'x{a}'}]", "where does the number in braces end"),
+        ("rules: [{leaf: '{a}{b}', tensor: 'x{a}{b}'}]", "where the number ends is ambiguous"),
+        ("rules: [{leaf: '{a}1', tensor: 'x{a}'}]", "where the number ends is ambiguous"),
         ("rules: [{leaf: " + "a" * 501 + ", tensor: b}]", "leaf must be a path"),
         ("rules: [{leaf: a, tensor: " + "a" * 501 + "}]", "each of at most 500 characters"),
         ("rules: [{leaf: '{a}', tensor: 'x{a*" + "9" * 5000 + "}'}]", "at most 500 characters"),

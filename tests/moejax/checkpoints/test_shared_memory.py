@@ -80,7 +80,7 @@ def test_the_first_fills_and_the_others_read(shm):
     with pytest.raises(NoSharedMemory, match="0 is not what it was filled with: a program changed"):
         open_shared(["a"]).array((4, 8), UINT16)
     assert not open_shared(["b"]).filled
-    with pytest.raises(RuntimeError, match="has not the 2 bytes"):
+    with pytest.raises(RuntimeError, match="does not have the expected 2 bytes"):
         open_shared(["a"]).array((1,), UINT16)
     first.close()
     assert any(shm.iterdir()) and (read == 7).sum() == 31
