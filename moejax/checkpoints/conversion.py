@@ -348,7 +348,7 @@ def _begin(
                 _forget_damaged(work, manifest, [*source.params.values(), *chain(*layers.values())])
                 return manifest
         else:
-            log.warning("%s: the part that was written is damaged; all is written again", work)
+            log.warning("%s: the part that was written is damaged; it is written again", work)
     numbered = {version: dict(enumerate(each)) for version, each in layers.items()}
     tree, files = orbax_files(source.params_tree(source.params.values()), numbered)
     provenance = {
@@ -380,7 +380,10 @@ def _forget_damaged(work: pathlib.Path, manifest: Manifest, leaves: Sequence[Lea
             expected = manifest.checksums(leaf)
             files = [leaf.file(tree, chunk) for chunk in leaf.chunks]
             if expected and tuple(pool.map(_checksum_of, files)) != expected:
-                log.warning("%s: damaged since; written again", tree / leaf.name)
+                log.warning(
+                    "%s: the part that was written is damaged; it is written again",
+                    tree / leaf.name,
+                )
                 manifest.put(leaf, ())
 
 

@@ -393,7 +393,7 @@ def test_finished_units_are_not_written_again(source, unfinished, undisturbed):
 def test_what_was_damaged_since_is_written_again(file, source, unfinished, undisturbed, caplog):
     flip(unfinished.with_name("model.partial") / file)
     convert(source, unfinished)
-    assert "is damaged; all is written again" in caplog.text
+    assert "is damaged; it is written again" in caplog.text
     assert contents(unfinished) == contents(undisturbed)
 
 
