@@ -1,7 +1,7 @@
-"""How the arena's bytes are shared between experts and KV.
+"""Shares the arena's bytes between experts and KV.
 
-Arithmetic only: what a user may give (`memory`, `expert_budget`, `kv_budget`) becomes whole slots.
-Every rounding and every cut is said in `Budget.notes`.
+It is arithmetic only: the user's budgets (`memory`, `expert_budget`, `kv_budget`) become whole
+slots. `Budget.notes` has every rounding and every cut.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # they import jax, and the command line answers before that
+if TYPE_CHECKING:  # these import jax, and the command line must answer without it
     from host_offload.memory.device_memory import FreeMemory
     from host_offload.memory.layout import SlotLayout
 
 KV_SHARE = 8
-"""Where not everything fits and no number says otherwise, KV keeps this fraction's part: 1/8."""
+"""KV gets 1/KV_SHARE of the arena if not everything fits and no budget says otherwise."""
 
 
 class BudgetError(ValueError):
@@ -23,12 +23,12 @@ class BudgetError(ValueError):
 
 
 class ArenaTooSmall(BudgetError):
-    """Less KV than one sequence of max_model_len tokens needs."""
+    """Raised if KV could not hold one sequence of max_model_len tokens."""
 
     def __init__(self, message: str, smallest_bytes: int, largest_model_len: int):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
-        """The least `kv_budget`, where that was given, else the least arena that works."""
+        """The least `kv_budget` that works, if one was given, else the least arena."""
         self.largest_model_len = largest_model_len
         """The largest max_model_len that works with the budgets as given; 0 if none does."""
 
@@ -49,22 +49,22 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How the arena is split, in slots: ``expert_slots + kv_slots <= slots``, the rest is free."""
+    """The split of the arena in slots: ``expert_slots + kv_slots <= slots``; the rest is free."""
 
     slots: int
     expert_slots: int
-    """One expert each, all layers together."""
+    """Slots of one expert each, of all layers together."""
     kv_slots: int
     pages: int
     """KV pages in kv_slots."""
     notes: tuple[str, ...]
-    """What the numbers came to and what was cut, a line each, for people."""
+    """Lines for people: the resulting sizes, and what was cut."""
     memory: FreeMemory | None = None
-    """What the arena was taken from; None: the device does not say."""
+    """The memory that the arena was taken from; None: the device does not report it."""
     cut: bool = False
-    """Experts or KV have less than they can use, and no number of their own said so."""
+    """Whether experts or KV got less than they can use without a budget of their own."""
     in_place: int = 0
-    """Experts that are resident where they lie in the store, all or none: they take no slots."""
+    """Experts that are resident in the store, all or none. They take no slots."""
 
 
 class _Need(NamedTuple):
@@ -92,18 +92,21 @@ def resolve_budget(
     spare_slots: int = 0,
     in_place: bool = False,
 ) -> Budget:
-    """Turn what the user gave into whole slots, by the rules of docs/how-to/memory.md ("Numbers").
+    """Turns the user's budgets into whole slots, by the rules of docs/how-to/memory.md ("Numbers").
 
-    moe_layers, experts: L and E; there are L·E experts. available_bytes: the largest arena that the
-    device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a
-    share, rounded to experts (100% is every expert even where a slot is larger than one); never
-    more than L·E. kv_budget: bytes, rounded down to slots. spare_slots: that experts can use
-    beyond one each. in_place: the device reads the store like its own memory, so an arena needs no
-    cells where every expert is resident; numbers mean the same, but the experts' bytes are those of
-    the store, which are taken already. Where not every expert fits, they have cells as without it.
+    - `moe_layers`, `experts`: L and E; there are L·E experts.
+    - `available_bytes`: the largest arena that the device can take.
+    - `memory`: bytes of the arena.
+    - `expert_budget`: bytes, rounded down to slots, or a share, rounded to experts; at most L·E
+      experts. 100% is every expert, even if a slot is larger than an expert.
+    - `kv_budget`: bytes, rounded down to slots.
+    - `spare_slots`: slots that experts can use beyond one each.
+    - `in_place`: the device reads the store like its own memory. If every expert fits, experts need
+      no cells, and their bytes are those of the store, which is there already; budgets mean the
+      same. If not every expert fits, experts get cells.
 
-    Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers are
-    negative, contradict each other or exceed available_bytes.
+    Raises ArenaTooSmall if KV cannot hold one sequence, and BudgetError if budgets are negative,
+    contradict each other or exceed available_bytes.
     """
     size = layout.slot_bytes
     per_sequence = -(-max_model_len // layout.page.block_size)
@@ -123,7 +126,7 @@ def resolve_budget(
         room = free + held if memory is None else memory // size
         if memory is not None and room > free + held:
             raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")
-        # Without a number experts in place come first: KV would gain nothing from their going.
+        # Without a budget, experts in place come first: KV would gain nothing from fewer of them.
         first = held if held and {memory, wanted, kv_wanted} == {None} else wanted
         expert_slots, kv_slots = _split(room, first, kv_wanted, need, memory is not None)
         in_place = held > 0
@@ -160,7 +163,7 @@ def resolve_budget(
 
 
 def _in_place(budget: Budget) -> Budget:
-    """The budget without the slots of its experts."""
+    """Returns the budget with experts in place, without their slots."""
     experts, (first, *notes) = budget.expert_slots, budget.notes
     return dataclasses.replace(
         budget,
@@ -172,10 +175,12 @@ def _in_place(budget: Budget) -> Budget:
 
 
 def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, ...]:
-    """Share expert_slots evenly over the layers; the first layers take the remainder.
+    """Shares expert_slots evenly over the layers; the first layers get the remainder.
 
-    experts: of one layer, the most cells a layer can use. Returns one number a layer; their sum is
-    expert_slots. Raises ValueError when there are more slots than ``layers · experts``.
+    - `experts`: experts of a layer, the most cells that it can use.
+
+    Returns cells of each layer, whose sum is expert_slots. Raises ValueError if there are more
+    slots than ``layers · experts``.
     """
     if not 0 <= expert_slots <= layers * experts:
         raise ValueError(
@@ -187,15 +192,18 @@ def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, 
 
 
 def expert_slots_of(budget: int | Share, every: int, slot_bytes: int) -> int:
-    """The slots, of one expert each, that a budget of bytes or a share of `every` expert comes
-    to."""
+    """Returns how many slots, of one expert each, a budget buys.
+
+    - `budget`: bytes, or a share of all experts.
+    - `every`: number of all experts.
+    """
     if isinstance(budget, Share):
         return round(budget.fraction * every)
     return min(budget // slot_bytes, every)
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people, in binary units and four digits: ``1.5 MiB``, ``96 KiB``, ``12 B``."""
+    """Formats bytes in binary units and four digits: ``1.5 MiB``, ``96 KiB``, ``12 B``."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
@@ -205,7 +213,7 @@ def format_bytes(count: int) -> str:
 
 
 def _check_given(given: Mapping[str, int | Share | None], slot_bytes: int) -> None:
-    """Raises BudgetError for numbers that nobody can mean."""
+    """Raises BudgetError for negative budgets, and for one of fewer bytes than an expert."""
     for name, value in given.items():
         if isinstance(value, int) and value < 0:
             raise BudgetError(f"{name} must not be negative, got {value} bytes")
@@ -221,9 +229,11 @@ def _check_given(given: Mapping[str, int | Share | None], slot_bytes: int) -> No
 def _split(
     room: int, experts: int | None, kv: int | None, need: _Need, keep_rest: bool
 ) -> tuple[int, int]:
-    """Expert and KV slots, filling in what is None; the caller checks that they fit.
+    """Returns (expert slots, KV slots), choosing those that are None. The caller checks that they
+    fit.
 
-    keep_rest: the arena is `room` in any case, so KV takes slots beyond its need too.
+    - `room`: slots of the arena.
+    - `keep_rest`: the arena has `room` slots in any case, so KV takes more than it needs too.
     """
     if kv is not None:
         return (min(need.experts, max(room - kv, 0)) if experts is None else experts), kv
@@ -274,5 +284,5 @@ def _cut(wanted: int, got: int, where: str, other_given: bool) -> str:
 
 
 def _exact(count: int) -> str:
-    """Bytes that a user may have to type, so not rounded alone."""
+    """Formats bytes, with the exact number, since a user may have to type it."""
     return format_bytes(count) if count < 1024 else f"{format_bytes(count)} ({count} bytes)"

@@ -1,8 +1,8 @@
-"""A device's memory: how much is left for the arena, and, where it is the host's, what pages it is
-made of: huge ones where Linux allows it.
+"""A device's free memory for the arena, and huge pages for host memory where Linux allows them.
 
-A page of 2 MiB needs one entry of the processor's address cache where pages of 4 KiB need 512. It
-is advice to the kernel, given before memory is touched: what it does not do costs time, no bits.
+A huge page of 2 MiB needs one entry of the processor's TLB, where pages of 4 KiB need 512. Asking
+for huge pages is advice to the kernel, given before memory is touched. If the kernel ignores it,
+steps take longer, but their bits are the same.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from pathlib import Path
 import jax
 
 SHARE = 0.85
-"""The part of free memory that the arena may take where nothing is known of activations; the rest
-is for them and for other processes."""
+"""The part of free memory that the arena may take if the size of activations is not known. The rest
+is for activations and other processes."""
 
 RESERVE = 0.03
-"""The part of free memory that is left where activations are known: for what requests bring later
-(counts of tokens, pages on their way) and for fragments."""
+"""The part of free memory that stays free if the size of activations is known. It is for memory of
+later requests (counts of tokens, pages on their way) and for fragmentation."""
 
 SYS = Path("/sys")
 
 LEAST = 1 << 22
-"""Bytes below which memory is left as it comes, two huge pages."""
+"""Memory of fewer bytes, two huge pages, gets no advice."""
 
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # linux/mman.h
 
 
 @dataclasses.dataclass(frozen=True)
 class FreeMemory:
-    """What of a device's memory an arena may take."""
+    """A device's memory as an arena may take it."""
 
     free: int
-    """Bytes, once the parameters are there."""
+    """Free bytes, once the parameters are on the device."""
     activations: int = 0
-    """Bytes that steps need beside arena and parameters; 0: not known, they are in the reserve."""
+    """Bytes that steps need beside arena and parameters; 0: not known, so the reserve has them."""
 
     @property
     def reserve(self) -> int:
-        """Bytes left for everything else."""
+        """Bytes that stay free for everything else."""
         return self.free - int(self.free * ((1 - RESERVE) if self.activations else SHARE))
 
     @property
@@ -53,8 +53,8 @@ class FreeMemory:
 
 
 def free_memory(device: jax.Device) -> FreeMemory:
-    """What a device has now: on a GPU what the allocator reports, on a CPU the host's available
-    memory. Raises RuntimeError when the machine tells neither; give `memory` in that case."""
+    """Returns a device's free memory: of a GPU by its allocator, of a CPU the host's available
+    memory. Raises RuntimeError if the device reports none; then give `memory`."""
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return FreeMemory(int(statistics["bytes_limit"] - statistics["bytes_in_use"]))
@@ -81,8 +81,8 @@ def host_available_bytes() -> int:
 
 
 def huge_pages(root: Path = SYS) -> str:
-    """When the system gives huge pages: `always`, `madvise` (where a program asks) or `never`;
-    empty where it does not say."""
+    """Returns when the system gives huge pages: `always`, `madvise` (if a program asks) or `never`;
+    empty if the system does not say."""
     try:
         text = (root / "kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -91,7 +91,7 @@ def huge_pages(root: Path = SYS) -> str:
 
 
 def page_note(root: Path = SYS) -> str:
-    """What is asked for of host memory, a line for people."""
+    """Describes the pages of host memory in a line for people."""
     allowed = huge_pages(root)
     if allowed in ("always", "madvise"):
         return "huge pages"
@@ -99,16 +99,15 @@ def page_note(root: Path = SYS) -> str:
 
 
 def advise(address: int, nbytes: int) -> None:
-    """Asks for huge pages under host memory that nobody has touched. Memory below LEAST bytes is
-    left as it comes."""
+    """Asks for huge pages for host memory that was not touched yet, of at least LEAST bytes."""
     if (pages := _whole_pages(address, nbytes)) is not None:
         libc, begin, length = pages
         libc.madvise(begin, length, _MADV_HUGEPAGE)
 
 
 def remake_zeros(address: int, nbytes: int) -> None:
-    """As advise, for private memory that holds zeros already: its pages go back to the kernel,
-    which hands out new ones, zeros again, while this touches them."""
+    """Asks for huge pages for private memory that holds zeros already. It gives the pages back to
+    the kernel and touches the memory, for which the kernel gives new pages of zeros."""
     pages = _whole_pages(address, nbytes)
     if pages is None or huge_pages() == "always":
         return
@@ -119,8 +118,8 @@ def remake_zeros(address: int, nbytes: int) -> None:
 
 
 def _whole_pages(address: int, nbytes: int) -> tuple[ctypes.CDLL, int, int] | None:
-    """(libc, the first whole page's address, bytes of all whole pages); None where nothing is to be
-    asked for."""
+    """Returns (libc, address of the first whole page, bytes of all whole pages); None if huge pages
+    are not to be asked for."""
     libc, page = _libc(), os.sysconf("SC_PAGE_SIZE")
     if libc is None or nbytes < LEAST:
         return None
@@ -130,7 +129,7 @@ def _whole_pages(address: int, nbytes: int) -> tuple[ctypes.CDLL, int, int] | No
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """None where this is no Linux."""
+    """Returns libc; None on systems other than Linux."""
     if platform.system() != "Linux":
         return None
     libc = ctypes.CDLL(None)

@@ -1,6 +1,7 @@
-"""KV pages as a cache: shared by content, evicted when idle, swapped to the host when live.
+"""A cache of KV pages: shared by content, evicted when idle, swapped to the host when live.
 
-Blocks are named by opaque keys: whoever publishes one says what makes two blocks equal.
+Blocks are named by opaque keys. The code that publishes a block chooses its key, and so decides
+which blocks are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from host_offload.memory.arena import OutOfPages, SlotArena
 
 HostPage = Any
-"""A page's bytes in host memory, whatever the transfer made of them."""
+"""A page's bytes in host memory, of the type that `KVCache.read` returns."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -25,20 +26,24 @@ class Block:
     """KV row of the page; None: swapped out."""
     host: HostPage | None = None
     refs: int = 1
-    """Sequences and sessions that hold it."""
+    """How many sequences and sessions hold the block."""
     pins: int = 0
-    """Those of the holders that run: a step may read the page."""
+    """How many of these run, so that a step may read the page."""
     key: bytes | None = None
-    """What it is published as; such a block is never written again."""
+    """The key under which the block is published. A published block is never written again."""
 
 
 @dataclasses.dataclass
 class KVCache:
-    """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
+    """Books which sequences hold which pages. Blocks count their references, and idle blocks are
+    kept while there is room.
 
-    read: copies the pages at these KV rows to the host. write: copies host pages to these KV rows.
-    move: copies the pages at the first KV rows to the second ones. All run in the order of the
-    engine's steps. swap_bytes: most host memory for pages.
+    - `read`: copies the pages at these KV rows to the host.
+    - `write`: copies host pages to these KV rows.
+    - `move`: copies the pages at the first KV rows to the second ones.
+    - `swap_bytes`: most bytes of host memory for pages.
+
+    All copies run in the order of the engine's steps.
     """
 
     arena: SlotArena
@@ -52,13 +57,13 @@ class KVCache:
     """Pages copied to the host so far."""
     swapped_in: int = 0
     dropped: int = 0
-    """Idle blocks whose page was needed."""
+    """Idle blocks that were dropped because their page was needed."""
     moved: int = 0
-    """Pages that went to another slot."""
+    """Pages that were moved to another slot."""
     _published: dict[bytes, Block] = dataclasses.field(default_factory=dict)
     _idle: OrderedDict[bytes, Block] = dataclasses.field(default_factory=OrderedDict)
     _in_slot: dict[int, dict[Block, None]] = dataclasses.field(default_factory=dict)
-    """Slot → the blocks that have a page there, in the order in which they came."""
+    """Blocks with a page in a slot, by slot, in the order in which they came."""
 
     @property
     def page_bytes(self) -> int:
@@ -66,18 +71,18 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """Pages that can be had without moving anybody's out."""
+        """Pages that are free, or held by idle blocks only."""
         return self.arena.free_pages + len(self._idle)
 
     @property
     def idle(self) -> int:
-        """Blocks that nobody holds, kept in case of the same content."""
+        """Blocks without a holder, kept in case the same content comes again."""
         return len(self._idle)
 
     # ---- single blocks
 
     def allocate(self, count: int) -> list[Block]:
-        """So many new blocks. Raises OutOfPages, taking nothing."""
+        """Returns new blocks. Raises OutOfPages, taking nothing, if too few are available."""
         rows = self._rows(count)
         blocks = [Block(None) for _ in rows]
         self._place(blocks, rows)
@@ -96,7 +101,7 @@ class KVCache:
             self._in_slot.setdefault(row // self.arena.layout.kv_rows_per_slot, {})[block] = None
 
     def _free(self, blocks: Sequence[Block]) -> None:
-        """Gives back the pages of blocks, which then lie nowhere on the device."""
+        """Gives back the pages of blocks."""
         self.arena.release_pages([block.row for block in blocks if block.row is not None])
         for block in blocks:
             assert block.row is not None
@@ -113,14 +118,15 @@ class KVCache:
         self.dropped += 1
 
     def publish(self, block: Block, key: bytes) -> None:
-        """Lets others find the block, from now on unchanging, by its key. Of two equal ones the
-        first stays the one that is found."""
+        """Lets others find a block by its key; it must not change any more. Of two equal blocks,
+        the first stays published."""
         if block.key is None and key not in self._published:
             block.key = key
             self._published[key] = block
 
     def lookup(self, key: bytes) -> Block | None:
-        """The block published as key and on the device, with one more reference."""
+        """Returns the block published as `key`, with one more reference; None if there is none on
+        the device."""
         block = self._published.get(key)
         if block is None or block.row is None:
             return None
@@ -130,7 +136,7 @@ class KVCache:
 
     @staticmethod
     def hold(blocks: Iterable[Block]) -> None:
-        """One more reference to each."""
+        """Adds a reference to each block."""
         for block in blocks:
             block.refs += 1
 
@@ -141,7 +147,7 @@ class KVCache:
 
     @staticmethod
     def pin(blocks: Iterable[Block]) -> None:
-        """Keeps blocks on the device until unpinned as often."""
+        """Keeps blocks on the device, until they are unpinned as often."""
         for block in blocks:
             block.pins += 1
 
@@ -151,8 +157,8 @@ class KVCache:
             block.pins -= 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Gives up a reference to each. What nobody holds is kept idle if it was published, the
-        last of the sequence to be dropped first."""
+        """Gives up a reference to each block. A block without a holder is kept idle if it was
+        published, otherwise freed. Of idle ones, the last of the sequence is dropped first."""
         for block in reversed(list(blocks)):
             assert block.refs > 0
             block.refs -= 1
@@ -173,7 +179,7 @@ class KVCache:
             block.key = None
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Takes back what was published: the bytes are not what the key says."""
+        """Withdraws published blocks whose bytes are wrong."""
         for block in blocks:
             if block.key is not None and block.refs == 0:
                 self._idle.pop(block.key)
@@ -188,8 +194,8 @@ class KVCache:
     # ---- swapping
 
     def copy(self, block: Block) -> Block | None:
-        """A block with the same bytes, on the host until it is swapped in, or on the device where
-        the host has no room; None: neither has."""
+        """Copies a block to the host, or to the device if the host has no room. Returns the copy;
+        None if neither has room."""
         if self.swap_room < 1:
             return self._copy_on_device(block) if self.available else None
         host = self.read([block.row])[0] if block.row is not None else block.host
@@ -209,7 +215,7 @@ class KVCache:
 
     @contextlib.contextmanager
     def _returned_on_failure(self, rows: Sequence[int]) -> Iterator[None]:
-        """Gives back pages that a failed transfer did not fill."""
+        """Gives pages back if the copy into them fails."""
         try:
             yield
         except BaseException:
@@ -218,21 +224,21 @@ class KVCache:
 
     @property
     def swap_pages(self) -> int:
-        """Pages that the host memory for them holds."""
+        """Pages that fit into swap_bytes of host memory."""
         return self.swap_bytes // self.page_bytes
 
     @property
     def swap_room(self) -> int:
-        """How many more pages fit there."""
+        """How many more pages fit into host memory."""
         return self.swap_pages - self.swapped
 
     def movable(self, blocks: Iterable[Block], pins: int = 0) -> list[Block]:
-        """Those on the device that nobody but `pins` running holders pins."""
+        """Returns the blocks on the device with at most `pins` pins."""
         return [b for b in blocks if b.row is not None and b.pins <= pins]
 
     def swap_out(self, blocks: Iterable[Block]) -> int:
-        """Moves to the host what is not pinned, for all who hold it, as far as there is room;
-        returns how many pages that freed."""
+        """Moves blocks that are not pinned to the host, for all their holders, as far as there is
+        room. Returns how many pages that freed."""
         moving = self.movable(blocks)[: self.swap_room]
         pages = self.read([b.row for b in moving if b.row is not None])
         self._free(moving)
@@ -243,11 +249,12 @@ class KVCache:
         return len(moving)
 
     def missing(self, blocks: Iterable[Block]) -> int:
-        """How many of them are on the host."""
+        """Counts the blocks that are on the host."""
         return sum(b.row is None for b in blocks)
 
     def swap_in(self, blocks: Iterable[Block]) -> None:
-        """Brings back those on the host. Raises OutOfPages, moving nothing."""
+        """Moves blocks from the host back to the device. Raises OutOfPages, moving nothing, if too
+        few pages are available."""
         moving = [b for b in blocks if b.row is None]
         rows = self._rows(len(moving))
         with self._returned_on_failure(rows):
@@ -268,9 +275,14 @@ class KVCache:
         return slot in self._in_slot
 
     def empty_slot(self, most: int, given: int | None = None) -> list[Block]:
-        """Moves pages out of a KV slot, at most so many, into other slots; returns their blocks.
-        Where the others are full, the longest idle blocks are dropped. None: every slot is empty or
-        the others cannot take what it has. given: the slot; None: that with the fewest."""
+        """Moves pages out of a KV slot into other slots. If those are full, it drops the longest
+        idle blocks.
+
+        - `most`: most pages to move.
+        - `given`: the slot; None: the slot with the fewest pages.
+
+        Returns the moved blocks, none if the slot is empty or the other slots have no room.
+        """
         while self._in_slot if given is None else self.holds(given):
             slot = given
             if slot is None:

@@ -1,4 +1,4 @@
-"""How many experts of each version fit into whole slots, and where they begin."""
+"""Places every expert in whole slots, in one of several versions, and counts how many fit."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from host_offload.memory.layout import SlotLayout
 from host_offload.memory.pools import CellPools
 
 COLUMNS = 4
-"""Cells that a layer can have beyond its experts, at least: copies that are on their way or on
-their way out. One layer can use the spare cells of both versions, so more spares, more columns."""
+"""Least number of cells that a layer can have beyond its experts, for new copies on their way and
+old ones to give back. One layer may use the spare cells of both versions, so more spares need more
+columns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidentSpec:
-    """Every expert has a complete version in the first `slots` slots of the arena, and may change
-    it. Made by resident_spec."""
+    """The resident mode: every expert has a complete version in the first `slots` slots of the
+    arena, and may change its version. resident_spec makes it."""
 
     slots: int
     slot_rows: int
     record_rows: tuple[int, ...]
-    """By version number: arena rows of one record."""
+    """Arena rows of one record, by version number."""
     cells_per_slot: tuple[int, ...]
     start: np.ndarray
-    """int8[L, E]: the version that each expert begins in."""
+    """int8[L, E]: the version of each expert at the start."""
     capacity: tuple[int, ...]
-    """By version number: most experts that can be in it at once, see `capacity`."""
+    """Most experts that can be in each version at once, by version number; see `capacity`."""
     spares: int
-    """Cells of each version beyond what is resident; 0: versions never change."""
+    """Cells of each version beyond those of residents; 0: versions never change."""
     step_bytes: int
-    """Most bytes of transitions that a step is given (one transition is given in any case)."""
+    """Most bytes of transitions in a step, which may have one transition in any case."""
     move_bytes: int
-    """Most bytes moved within the arena before a step (one record in any case)."""
+    """Most bytes moved within the arena before a step, which may move one record in any case."""
     columns: int
     """Cells that a layer can have beyond its experts."""
     step_bytes_from: str = "list"
-    """Where step_bytes comes from, for people; `list`: only the stage list bounds a step."""
+    """The origin of step_bytes, for people; `list`: only the stage list bounds a step."""
 
     @property
     def cell_bound(self) -> int:
@@ -49,21 +50,20 @@ class ResidentSpec:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As JSON, for a trace's header and for read_resident."""
+        """The spec as JSON, for a trace's header; read_resident reads it."""
         return {**vars(self), "start": self.start.tolist()}
 
     def most_high(self, slots: int) -> int:
-        """Experts that can be in version 0 at once in so many slots, as `capacity` says."""
+        """Returns how many experts can be in version 0 at once in so many slots, see `capacity`."""
         return _most_high(self.cells_per_slot, slots, self.start.size, self.spares)
 
     def least_slots(self, high: int = 0) -> int:
-        """Slots that experts take of which so many are in version 0, with the spares."""
+        """Returns the slots of all experts and spares, with `high` experts in version 0."""
         return int(_count_slots(self.cells_per_slot, self.start.size, self.spares)[high])
 
 
 def read_resident(said: Mapping[str, Any] | None) -> ResidentSpec | None:
-    """What ResidentSpec.said gave, back from JSON. Raises TypeError or ValueError for anything
-    else."""
+    """Reads ResidentSpec.said back from JSON. Raises TypeError or ValueError for anything else."""
     if said is None:
         return None
     tuples = {name: tuple(v) for name, v in said.items() if isinstance(v, list | tuple)}
@@ -71,18 +71,21 @@ def read_resident(said: Mapping[str, Any] | None) -> ResidentSpec | None:
 
 
 class Placement(NamedTuple):
-    """Where every expert lies at the start."""
+    """The cell of every expert at the start."""
 
     resident: ResidentSpec
     pools: CellPools
-    """With these cells taken."""
+    """Pools in which these cells are taken."""
     contents: dict[str, np.ndarray]
-    """The tables of a device whose arena holds all this, int32; expert e of a layer has cell e."""
+    """Contents of tables with these cells, int32; expert e of a layer has cell e."""
 
 
 def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int:
-    """Slots that so many experts of each version take. counts: by version number. spares: more of
-    each."""
+    """Returns how many slots experts take.
+
+    - `counts`: experts of each version, by version number.
+    - `spares`: further cells of each version.
+    """
     cells = zip(counts, layout.cells_per_slot, strict=True)
     return sum(-(-(count + spares) // per_slot) for count, per_slot in cells)
 
@@ -94,9 +97,12 @@ def _most_high(cells_per_slot: tuple[int, ...], slots: int, total: int, spares: 
 
 @functools.lru_cache(maxsize=32)
 def _count_slots(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np.ndarray:
-    """int64[total + 1]: the slots in which so many experts can be high, and every smaller number
-    too, with the spares. Where a slot has several high cells, one high expert more can need a slot
-    less, and on the way there transitions would wait for ever."""
+    """Returns int64[total + 1], the slots in which 0, 1, … experts can be in the high version, with
+    the spares.
+
+    The numbers never fall. If a slot has several high cells, one more high expert can need one slot
+    less; but with fewer slots, the transitions towards it would wait for ever.
+    """
     high = np.arange(total + 1)
     per_high, per_low = cells_per_slot
     slots = -(-(high + spares) // per_high) - (-(total - high + spares) // per_low)
@@ -104,12 +110,16 @@ def _count_slots(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np
 
 
 def capacity(layout: SlotLayout, slots: int, total: int, spares: int = 1) -> tuple[int, int]:
-    """Experts that can be in each of two versions at once: (n, total).
+    """Returns how many experts can be in each of two versions at once: (n, total).
 
-    n: the most that can be in version 0, the high one, while all others are in version 1 and each
-    has so many spare cells, on the way there too; DynaExq's exclusive n in whole slots. total: all
-    experts of all layers. Raises ValueError for other than two versions, for spares below 1, and
-    where not even all experts in version 1 fit.
+    n is DynaExq's exclusive n in whole slots: the most experts in version 0, the high one, while
+    all others are in version 1 and each version has its spare cells, also during transitions.
+
+    - `total`: experts of all layers.
+    - `spares`: spare cells of each version.
+
+    Raises ValueError for other than two versions, for spares below 1, and if not even all experts
+    in version 1 fit.
     """
     if len(layout.records) != 2:
         raise ValueError(f"transitions are between two versions, not {len(layout.records)}")
@@ -137,13 +147,13 @@ def resident_spec(
     spares: int = 1,
     step_bytes: int | None = None,
 ) -> ResidentSpec:
-    """The resident mode of an arena of this layout; arguments as ResidentSpec's fields.
+    """Makes the ResidentSpec of an arena, whose fields the arguments are.
 
-    start: int[L, E]; with spares=0 it stays, a fixed map of any number of versions. step_bytes: by
-    default as the stage list allows. Cells move within one slot's bytes.
+    - `start`: int[L, E]. With spares=0 it is a fixed map of any number of versions.
+    - `step_bytes`: by default only the stage list bounds a step.
 
-    Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
-    for step_bytes below 1.
+    Before a step at most the bytes of one slot move. Raises ValueError for versions that do not
+    exist, if the start and the spares do not fit, and for step_bytes below 1.
     """
     start = np.asarray(start)
     versions = len(layout.records)
@@ -181,8 +191,8 @@ def resident_spec(
 
 
 def place(resident: ResidentSpec) -> Placement:
-    """Gives every expert a cell of its starting version, layer by layer; the high version first, so
-    that it lies at the front."""
+    """Gives every expert a cell of its starting version, layer by layer. Cells of the high version
+    come first in the arena."""
     sizes = resident.record_rows, resident.cells_per_slot
     pools = CellPools(range(resident.slots), resident.slot_rows, *sizes)
     (layers, experts), version = resident.start.shape, resident.start.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Cells of several versions, or KV pages, out of whole slots: free lists, and moves that empty
+"""Allocates cells of several versions, or KV pages, out of whole slots, and plans moves that empty
 slots again."""
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import numpy as np
 
 
 class CellPools:
-    """The slots that experts have, and which of their cells are taken.
+    """Books the slots that experts have, and which of their cells are taken.
 
-    A slot is free, or cut into the cells of one version until all of them are free again. Taking
-    and giving back a cell looks at no more slots than have as many free cells. Cells come from the
-    fullest slot of their version, of equals from the lowest, so that slots become empty together.
+    A slot is free, or cut into cells of one version until all of them are free again. A cell comes
+    from the fullest slot of its version, the lowest among equals, so that other slots become empty.
+    Taking a cell or giving it back looks only at slots with the same number of free cells.
 
-    slots: their numbers. slot_rows: arena rows of one. record_rows, cells_per_slot: by version
-    number.
+    - `slots`: numbers of the slots.
+    - `slot_rows`: arena rows of a slot.
+    - `record_rows`, `cells_per_slot`: by version number.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class CellPools:
         self.cells_per_slot = tuple(cells_per_slot)
         self._free_slots = sorted(self.slots)
         self._version: dict[int, int] = {}
-        """Slot → the version it is cut for."""
+        """The version that a slot is cut for, by slot."""
         self._free: dict[int, list[int]] = {}
-        """Slot → rows of its free cells."""
-        # Slots by how many of their cells are free; a dict is a set that keeps its order.
+        """Arena rows of a slot's free cells, by slot."""
+        # Slots by their number of free cells. A dict serves as a set that keeps its order.
         self._by_free: list[list[dict[int, None]]] = [
             [{} for _ in range(count + 1)] for count in self.cells_per_slot
         ]
@@ -46,7 +47,7 @@ class CellPools:
         return len(self._free_slots)
 
     def free_cells(self, version: int) -> int:
-        """Free cells of the slots cut for that version."""
+        """Returns how many cells are free in slots that are cut for the version."""
         return self._free_cells[version]
 
     def count_taken(self, version: int) -> int:
@@ -54,13 +55,13 @@ class CellPools:
         return cut * self.cells_per_slot[version] - self._free_cells[version]
 
     def add(self, slots: Sequence[int]) -> None:
-        """These slots too, all free."""
+        """Adds slots, which are free."""
         self.slots = (*self.slots, *slots)
         self._free_slots = sorted([*self._free_slots, *slots])
 
     def remove(self, count: int, *, lowest: bool = False) -> list[int]:
-        """Gives away so many free slots, the highest or the lowest. Raises ValueError, giving none,
-        where there are not so many."""
+        """Removes free slots, the highest or the lowest. Returns them. Raises ValueError, removing
+        none, if fewer than `count` are free."""
         if count > len(self._free_slots):
             raise ValueError(f"{count} slots wanted, {len(self._free_slots)} are free")
         at = count if lowest else len(self._free_slots) - count
@@ -70,8 +71,11 @@ class CellPools:
         return gone
 
     def allocate(self, version: int, keep: int = 0, but: int | None = None) -> int | None:
-        """The arena row of a free cell; None where there is none and no more than `keep` free
-        slots. but: a slot of which none is taken."""
+        """Takes a free cell. Returns its arena row, or None if no cell is free.
+
+        - `keep`: free slots to leave uncut.
+        - `but`: a slot to leave out.
+        """
         slot = self._fullest(version, but)
         if slot is None:
             if len(self._free_slots) <= keep:
@@ -80,8 +84,9 @@ class CellPools:
         return self._take(slot)
 
     def allocate_all(self, versions: np.ndarray) -> np.ndarray:
-        """int32 of the shape of `versions`: the arena row of a free cell of each, one version after
-        the other, in order; −1 where the version is. Raises ValueError where there are too few."""
+        """Takes a free cell for each entry of `versions`, one version after the other; −1 takes
+        none. Returns int32 arena rows of the same shape, −1 without a cell. Raises ValueError if
+        there are too few cells."""
         rows = np.full(versions.shape, -1, np.int32)
         for version in range(len(self.cells_per_slot)):
             for place in np.argwhere(versions == version):
@@ -91,12 +96,12 @@ class CellPools:
         return rows
 
     def is_taken(self, row: int) -> bool:
-        """Whether a cell that was allocated begins at this arena row."""
+        """Whether a taken cell begins at this arena row."""
         slot = row // self._slot_rows
         return slot in self._version and row in self._rows(slot) and row not in self._free[slot]
 
     def release(self, row: int) -> None:
-        """Gives back a cell by its arena row. Raises ValueError where none is taken there."""
+        """Gives back a cell by its arena row. Raises ValueError if no cell is taken there."""
         if not self.is_taken(row):
             raise ValueError(f"no cell is taken at arena row {row}")
         slot = row // self._slot_rows
@@ -111,11 +116,13 @@ class CellPools:
     def compact(
         self, version: int, movable: Callable[[int], bool], most: int
     ) -> list[tuple[int, int]]:
-        """Moves at most so many cells of the emptiest slot of that version that may move into the
-        others, as (from, to) arena rows; the cells count as moved at once. Called again and again
-        it leaves at most one slot neither full nor free.
+        """Moves cells out of the emptiest slot of a version whose cells may all move, into other
+        slots. Repeated calls leave at most one slot that is neither full nor free.
 
-        movable: whether the cell taken at a row may move now. A slot moves whole or not at all.
+        - `movable`: whether the taken cell at an arena row may move now.
+        - `most`: most cells to move.
+
+        Returns (from, to) arena rows of the moves, which the pools count as done.
         """
         for free in range(self.cells_per_slot[version] - 1, 0, -1):
             for slot in self._by_free[version][free]:
@@ -140,7 +147,8 @@ class CellPools:
         return range(slot * self._slot_rows, slot * self._slot_rows + count * size, size)
 
     def _fullest(self, version: int, but: int | None = None) -> int | None:
-        """The slot with the fewest free cells, but some."""
+        """Returns the slot with the fewest free cells but at least one, other than `but`; None if
+        there is none."""
         for slots in self._by_free[version][1:]:
             if found := slots.keys() - {but} if but in slots else slots:
                 return min(found)
@@ -161,7 +169,10 @@ class CellPools:
         return row
 
     def _refile(self, slot: int, before: int) -> None:
-        """The slot has other free cells than before."""
+        """Files a slot under its new number of free cells.
+
+        - `before`: the old number.
+        """
         version, free = self._version[slot], len(self._free[slot])
         del self._by_free[version][before][slot]
         self._by_free[version][free][slot] = None

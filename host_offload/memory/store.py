@@ -1,4 +1,4 @@
-"""The expert store: every expert of every MoE layer, as records in pinned host memory."""
+"""The expert store: the records of every expert of every MoE layer, in pinned host memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 class StoredVersion:
     """All experts in one version.
 
-    array: uint16[L, E, rows, D] in `pinned_host` memory of one device, L counted over MoE layers;
-    AbsentRecords of records that native threads read from files; PinnedRecords
-    (host_offload/queue/pinned.py) of arrays for each expert's matrices; CachedRecords
-    (host_offload/queue/cached.py) of files and some such arrays; None where only facts are asked.
-    layers: the MoE layers that there are, ascending, where some are missing; each of those is there
-    in another version. files: where records lie that stay in files.
+    - `array`: one of these. uint16[L, E, rows, D] in `pinned_host` memory of one device, L counted
+      over MoE layers. AbsentRecords, if native threads read records from files. PinnedRecords
+      (host_offload/queue/pinned.py), with arrays for each expert's matrices. CachedRecords
+      (host_offload/queue/cached.py), with files and some such arrays. None, if nothing is computed.
+    - `layers`: MoE layers of this version, ascending, if it lacks some; another version has those.
+      Empty: it has all layers.
+    - `files`: source of records that stay in files.
     """
 
     layout: RecordFormat
@@ -43,19 +44,19 @@ class StoredVersion:
 
     @property
     def operand(self) -> jax.Array | AbsentRecords:
-        """What programs take for the records."""
+        """The records as programs take them."""
         held = isinstance(self.array, jax.Array | AbsentRecords)
         return self.array if held else self.array.absent
 
     @property
     def source(self) -> RecordSource:
-        """Where native threads find the records."""
+        """The source from which native threads read the records."""
         return self.files or StackedRecords(self.layout, self.array)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """All experts by version, ready to be passed to jit as parameters (never to be donated)."""
+    """All experts by version. Programs take them as parameters and must never donate them."""
 
     versions: dict[str, StoredVersion]
 
@@ -69,7 +70,7 @@ class ExpertStore:
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
-        """Of versions that lack some."""
+        """Layers of each version that lacks some."""
         return {version: held.layers for version, held in self.versions.items() if held.layers}
 
     @property
@@ -78,7 +79,7 @@ class ExpertStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the records take."""
         return sum(held.array.nbytes for held in self.versions.values())
 
     @property
@@ -87,15 +88,15 @@ class ExpertStore:
         return sum(math.prod(f.shape) * f.format.nbytes for f in self.files.values())
 
     def only(self, versions: Sequence[str]) -> ExpertStore:
-        """The store of these versions, in this order; frees the others now, whoever else refers to
-        them. Raises KeyError for a version that is not there."""
+        """Returns the store of these versions, in this order, and frees the other versions at once,
+        even if other objects refer to them. Raises KeyError for an unknown version."""
         kept = ExpertStore({version: self.versions[version] for version in versions})
         ExpertStore({v: self.versions[v] for v in self.versions if v not in versions}).delete()
         return kept
 
     def places(self, version: str) -> tuple[int, ...] | None:
-        """Each MoE layer's index in the version's array, −1 where it lacks the layer; None: it has
-        every layer, in order."""
+        """Returns each MoE layer's index in the version's array, −1 for a layer that it lacks; None
+        if the version has every layer, in order."""
         held = self.versions[version].layers
         if not held:
             return None
@@ -103,19 +104,19 @@ class ExpertStore:
         return tuple(held.index(layer) if layer in held else -1 for layer in range(count))
 
     def delete(self) -> None:
-        """Frees the arrays now, whoever else refers to them."""
+        """Frees the arrays at once, even if other objects refer to them."""
         for held in self.versions.values():
             held.array.delete()
 
 
 class StoreBuilder:
-    """Fills a store piece by piece; host memory is the store and the pieces in flight.
+    """Fills a store piece by piece. Host memory holds the store and the pieces in flight.
 
     The array is allocated once, without passing through device memory. On the CPU, whose
-    `pinned_host` memory is ordinary memory, pieces are written straight into what becomes the
-    array; elsewhere each piece updates it in place (donation). Pieces may come in any order and
-    from several threads, each row exactly once: `finish` raises where one is missing, because on a
-    GPU fresh memory holds whatever was there before.
+    `pinned_host` memory is ordinary memory, pieces are written straight into the array; elsewhere
+    each piece updates the array in place (donation). Pieces may come in any order and from several
+    threads, but each row exactly once: `finish` raises if a row is missing, because fresh memory of
+    a GPU is not zeroed.
     """
 
     def __init__(
@@ -127,9 +128,14 @@ class StoreBuilder:
         memory: Allocate | None = None,
         filled: bool = False,
     ):
-        """layers, experts: L and E. memory: where the array is, of a device that shares the host's
-        (default: aligned_empty). filled: all of it is there already. Raises MemoryError if the
-        device's pinned host memory cannot hold the array."""
+        """Allocates the array. Raises MemoryError if the device's pinned host memory cannot hold
+        it.
+
+        - `layers`, `experts`: L and E.
+        - `memory`: allocates the array of a device that shares the host's memory (default:
+          aligned_empty).
+        - `filled`: whether this memory has all records already.
+        """
         self.layout = layout
         self._sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
         self._shape = (layers, experts, layout.rows, layout.hidden)
@@ -153,7 +159,7 @@ class StoreBuilder:
         self._lock = threading.Lock()
 
     def _allocate(self, device: jax.Device, memory: Allocate) -> None:
-        """What pieces are written to. Raises MemoryError or jax's RESOURCE_EXHAUSTED."""
+        """Allocates the memory of the records. Raises MemoryError or jax's RESOURCE_EXHAUSTED."""
         if shares_memory(device):
             self._memory = memory(self._shape, np.dtype(np.uint16))
         else:
@@ -166,10 +172,12 @@ class StoreBuilder:
     ) -> None:
         """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
 
-        layer: counted over MoE layers. records: uint16[n, r, D], r = rows for whole records; a GPU
-        writes those that it has itself. Each new shape of records may compile once. Raises
-        ValueError for a piece that lies outside of the store, overlaps rows already written, or
-        comes after finish.
+        - `layer`: counted over MoE layers.
+        - `records`: uint16[n, r, D], r = rows for whole records. A GPU copies arrays of its own
+          memory itself. Each new shape may compile once.
+
+        Raises ValueError for a piece that lies outside of the store, overlaps rows already written,
+        or comes after `finish`.
         """
         hidden = self._shape[3]
         if records.dtype != np.uint16 or records.ndim != 3 or records.shape[2] != hidden:
@@ -188,9 +196,9 @@ class StoreBuilder:
     def piece(
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
     ) -> Iterator[np.ndarray]:
-        """uint16[experts, rows, D] to be filled inside of the `with`, and written then: the store's
-        own memory where that can be. The arguments and errors are put's. Where the block raises,
-        the rows stay missing.
+        """Yields memory uint16[experts, rows, D] to fill, which is written at the end of the
+        `with`. It is the store's own memory on a device that shares the host's. Arguments and
+        errors are those of `put`. If the block raises, the rows stay missing.
         """
         region = self._claim(layer, first_expert, experts, first_row, rows)
         try:
@@ -207,14 +215,14 @@ class StoreBuilder:
     def _write(
         self, records: np.ndarray | jax.Array, layer: int, first_expert: int, first_row: int
     ) -> None:
-        """Puts a piece where it belongs."""
+        """Writes a piece to the array."""
         with self._lock:
             self._array = _updater(self._sharding)(
                 self._array, records[None], layer, first_expert, first_row
             )
 
     def _claim(self, layer: int, first_expert: int, n: int, first_row: int, r: int):
-        """The index of a piece, now marked as written."""
+        """Marks a piece as written. Returns its index in the array. Raises as `put` does."""
         with self._lock:
             if not self._open:
                 raise ValueError("the store is finished; build another one")
@@ -234,7 +242,7 @@ class StoreBuilder:
             return region
 
     def finish(self) -> ExpertStore:
-        """The filled store; the builder is used up. Raises ValueError if a row is missing."""
+        """Returns the filled store and ends the builder. Raises ValueError if a row is missing."""
         if not self._open:
             raise ValueError("the store is finished; build another one")
         missing = np.argwhere(~self._written)
@@ -249,7 +257,7 @@ class StoreBuilder:
         return ExpertStore({self.layout.version: StoredVersion(self.layout, records)})
 
     def _finished(self) -> Any:
-        """The records, all written."""
+        """Returns the records once all are written."""
         if self._memory is not None:
             self._array = jax.device_put(self._memory, self._sharding, may_alias=True)
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
@@ -264,12 +272,12 @@ class StoreBuilder:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty, aligned so that jax on the CPU takes it without a copy, of pages as
-    host_offload.memory.device_memory asks for. Raises MemoryError."""
+    """Allocates like np.empty, aligned so that jax on the CPU takes the array without a copy, and
+    in huge pages if the system gives them. Raises MemoryError if there is not enough."""
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    except ValueError as error:  # more than an address can say
+    except ValueError as error:  # more bytes than addresses
         raise MemoryError(str(error)) from error
     advise(memory.ctypes.data, memory.nbytes)
     begin = -memory.ctypes.data % _ALIGNMENT
@@ -277,11 +285,12 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 _ALIGNMENT = 64
-"""Bytes; what XLA asks of a CPU buffer."""
+"""Alignment in bytes that XLA needs of a CPU buffer."""
 
 
 def update(store: jax.Array, records: jax.Array, *place: jax.Array | int) -> jax.Array:
-    """store with records[1, n, r, D] written at a layer, expert and row; in place if donated."""
+    """Writes records[1, n, r, D] at a layer, expert and row, in place if the store is donated.
+    Returns the store."""
     # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
     records = jax.device_put(records, jax.typeof(store).memory_space)
     start = [jnp.asarray(i, jnp.int32) for i in (*place, 0)]
@@ -294,11 +303,11 @@ def _updater(sharding: SingleDeviceSharding):
 
 
 def copy_transposed(out: np.ndarray, matrix: np.ndarray) -> None:
-    """out[:] = matrix.T for unsigned[N, M] and unsigned[M, N], in tiles that suit the caches: four
-    times as fast as numpy's own, whose inner loop strides over whole rows."""
+    """Computes out[:] = matrix.T for unsigned[N, M] and unsigned[M, N], in tiles that fit caches.
+    It is four times as fast as numpy, whose inner loop strides over whole rows."""
     rows, columns = matrix.shape
     inner, outer = math.gcd(rows, 16), math.gcd(columns, 32)
-    # A ufunc, since an assignment would put the axes in an order of its own.
+    # A ufunc keeps the order of the axes, which an assignment would change.
     np.positive(
         matrix.reshape(rows // inner, inner, columns // outer, outer).transpose(2, 0, 3, 1),
         out=out.reshape(columns // outer, outer, rows // inner, inner).transpose(0, 2, 1, 3),

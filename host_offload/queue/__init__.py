@@ -1,6 +1,7 @@
-"""Transfers of experts into cells, beside compute: one queue of chunks and what carries it out.
+"""Transfers of experts into cells, beside compute: a queue of chunks and its backends.
 
-`transfer.py` has the words, `order.py` the queue without threads or clock, `virtual.py` the same
-queue over a clock, `native.py` threads that copy and read (pallas_kernels/cpu/transfer_queue.h),
-`device.py` jax's own copies of the pinned arrays of `pinned.py`.
+`transfer.py` defines the types, `order.py` the queue without threads or clock, `virtual.py` the
+same queue over a clock. `native.py` copies and reads by threads
+(pallas_kernels/cpu/transfer_queue.h), `device.py` by jax's own copies of pinned arrays
+(`pinned.py`), which `cached.py` fills from files.
 """

@@ -1,12 +1,12 @@
 """A cache of pinned arrays between records in files and the device.
 
-DeviceQueue copies pinned arrays; of experts in files they are made when a transfer asks for them
-and kept as long as there is room: as many records as the cache's bytes hold, of which the one that
-was used longest ago makes room for another. A transfer *holds* its record from when it is given
-room until its copy to the device has ended; what is held stays. Threads of the cache read, so the
-host only waits for what it needs now.
+DeviceQueue copies pinned arrays. For experts in files, the cache makes them when a transfer asks
+for a record. It keeps as many records as its bytes hold, and evicts the least recently used one. A
+transfer *holds* its record from the moment the record gets room until the copy to the device has
+ended; held records are not evicted. Threads of the cache read, so the host only waits for records
+that it needs now.
 
-What others hold ahead of need is bounded, so that demands find room (`least_records`).
+Transfers ahead of need may hold only so many records that demands find room (`least_records`).
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ _Key = tuple[int, int]
 """MoE layer, expert."""
 
 _LOOK_SECONDS = 2e-3
-"""How long a wait lasts at most where nothing was read: copies may have ended, which make room."""
+"""Most seconds of a wait without a read: copies that have ended meanwhile make room."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """The cache that a run wants."""
+    """Settings of a cache."""
 
     bytes: int
-    """The most that pinned arrays take; a record for each thread is beside them, being read."""
+    """Most bytes of pinned arrays. Each thread has one more record beside them while it reads."""
     threads: int = 4
-    """That read and verify; also how many records are held ahead of need."""
+    """Threads that read and verify; also the most records that are held ahead of need."""
     chunk_bytes: int | None = None
     """Most bytes of a piece, see piece_edges."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheTotals:
-    """What a cache did since it was made."""
+    """Counters of a cache since it was made."""
 
     hits: int
-    """Transfers whose record was there, or was being read for another one."""
+    """Transfers whose record was there, or was being read for another transfer."""
     misses: int
     """Transfers whose record had to be read."""
     bytes_read: int
-    """From files."""
+    """Bytes read from files."""
     bytes_held: int
-    """In pinned arrays, those that are being read too."""
+    """Bytes of pinned arrays, including records that are being read."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """One that has room in the cache."""
+    """A record that has room in the cache."""
 
     key: _Key
     pieces: list[jax.Array] | None = None
     """None until it is read."""
     failure: Exception | None = None
     reading: bool = False
-    """By a thread, now."""
+    """Whether a thread reads it now."""
     held: list[Asked] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
 class Asked:
-    """A record that a transfer asked for; to be released when it needs it no more."""
+    """A record that a transfer asked for. Release it when the transfer needs it no more."""
 
     cache: CachedRecords
     key: _Key
@@ -82,13 +82,13 @@ class Asked:
     """None while there is no room."""
 
     def there(self) -> bool:
-        """Whether `pieces` answers."""
+        """Whether the record was read, or reading it failed."""
         record = self.record
         return record is not None and (record.pieces is not None or record.failure is not None)
 
     def pieces(self) -> list[jax.Array]:
-        """The pinned arrays in the order of their rows. Raises OSError, naming the file, where it
-        could not be read, and what making them raised."""
+        """Returns the pinned arrays in the order of their rows. Raises OSError, naming the file, if
+        it could not be read, and any error of making the arrays."""
         assert self.record is not None
         if self.record.failure is not None:
             raise self.record.failure
@@ -96,19 +96,19 @@ class Asked:
         return self.record.pieces
 
     def urge(self, demand: bool, priority: int) -> None:
-        """Gives it another urgency: demands are read first, then the lowest priority."""
+        """Changes the record's urgency: demands are read first, then the lowest priority value."""
         with self.cache.lock:
             self.demand, self.priority = demand, priority
             self.cache.give_room()
 
     def wait(self) -> None:
-        """Returns when it is there, or has a reason to look at what holds the cache."""
+        """Waits until the record is there, at most _LOOK_SECONDS without any read."""
         with self.cache.lock:
             if not self.there():
                 self.cache.lock.wait(_LOOK_SECONDS)
 
     def release(self) -> None:
-        """It is needed no more. Idempotent."""
+        """Gives up the record. Idempotent."""
         with self.cache.lock:
             if self.cache.asked.pop(self.number, None) is None:
                 return
@@ -125,10 +125,9 @@ class Asked:
 
 
 class CachedRecords(InPieces):
-    """Every expert of the dense version in files, and as many as there is room for in `pinned_host`
-    memory of one device. Has what DeviceQueue asks of PinnedRecords; may be asked by one thread.
-
-    """
+    """Every expert of the dense version, in files and, as many as fit, in `pinned_host` memory of
+    one device. It has the methods of PinnedRecords that DeviceQueue calls. Only one thread may
+    call it."""
 
     def __init__(self, source: RecordSource, device: jax.Device, spec: CacheSpec):
         layout = source.format
@@ -136,20 +135,20 @@ class CachedRecords(InPieces):
         self.shape = *source.shape, layout.rows, layout.hidden
         self.edges = piece_edges(layout, spec.chunk_bytes)
         self.capacity = spec.bytes // layout.nbytes
-        """Records."""
+        """Most records in the cache."""
         self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self.lock = threading.Condition()
         self._records: dict[_Key, _Record] = {}
-        """Those with room, the one that was used last at the end."""
+        """Records with room, the most recently used one last."""
         self.asked: dict[int, Asked] = {}
-        """By number, until they are released."""
+        """Records that were asked for and not released, by number."""
         self._numbers = itertools.count()
         self._hits = self._misses = self._bytes_read = 0
         self._pool = ThreadPoolExecutor(spec.threads, thread_name_prefix="moejax-read")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that records have now."""
+        """Bytes of host memory that records take now."""
         return len(self._records) * sum(self.sizes)
 
     def totals(self) -> CacheTotals:
@@ -159,7 +158,7 @@ class CachedRecords(InPieces):
     # ---- what transfers ask for
 
     def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Asked:
-        """Asks for a record, which is read as soon as there is room and its turn has come."""
+        """Asks for a record, which is read once there is room and it is the most urgent."""
         with self.lock:
             asked = Asked(self, (layer, expert), demand, priority, next(self._numbers))
             self.asked[asked.number] = asked
@@ -167,7 +166,7 @@ class CachedRecords(InPieces):
         return asked
 
     def delete(self) -> None:
-        """Drops all records when what is being read is. Idempotent."""
+        """Waits for reads under way, then drops all records. Idempotent."""
         self._pool.shutdown()
         with self.lock:
             self._records.clear()
@@ -176,7 +175,7 @@ class CachedRecords(InPieces):
     # ---- room, with the lock held
 
     def give_room(self) -> None:
-        """Gives records to those that wait for one, the most urgent first."""
+        """Gives room to records that were asked for, the most urgent first."""
         asked = self.asked.values()
         ahead = sum(each.record is not None and not each.demand for each in asked)
         for each in sorted((each for each in asked if each.record is None), key=lambda a: a.rank):
@@ -192,13 +191,14 @@ class CachedRecords(InPieces):
             else:
                 self._hits += 1
                 del self._records[each.key]
-            self._records[each.key] = record  # the last that was used
+            self._records[each.key] = record  # now the most recently used
             record.held.append(each)
             each.record = record
             ahead += not each.demand
 
     def _has_room(self) -> bool:
-        """Whether there is room for one more record, once the one used longest ago is dropped."""
+        """Makes room for one more record, by dropping the least recently used one that is not held.
+        Returns whether there is room."""
         if len(self._records) < self.capacity:
             return True
         idle = (r for r in self._records.values() if r.pieces is not None and not r.held)
@@ -208,13 +208,13 @@ class CachedRecords(InPieces):
         return True
 
     def forget(self, record: _Record) -> None:
-        # Not deleted: the device may share memory of the host's.
+        # The arrays are not deleted: the device may share this memory.
         del self._records[record.key]
 
     # ---- reading, by threads
 
     def _read_next(self) -> None:
-        """Reads the record that is wanted most of those that have room."""
+        """Reads the most urgent unread record that has room."""
         with self.lock:
             waiting = [
                 (min(asked.rank for asked in record.held), record)
@@ -230,7 +230,7 @@ class CachedRecords(InPieces):
             read = aligned_empty(self.shape[2:], self.dtype)
             self.source.read(*record.key, read)
             pieces = self._pinned(read)
-        except Exception as error:  # whatever it was, it fails those that hold the record
+        except Exception as error:  # any error fails the transfers that hold the record
             failure = error
         with self.lock:
             record.reading = False
@@ -248,6 +248,6 @@ class CachedRecords(InPieces):
 
 
 def least_records(demands: int, spec: CacheSpec) -> int:
-    """Records that a cache must hold so that so many demands are under way beside what is held
-    ahead of need."""
+    """Returns how many records a cache must hold, so that so many demands can be under way beside
+    records held ahead of need."""
     return demands + spec.threads

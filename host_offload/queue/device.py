@@ -1,15 +1,15 @@
-"""The queue carried out by jax: whole pinned arrays, copied to the device beside its programs.
+"""The queue whose chunks jax copies: whole pinned arrays, to the device, beside its programs.
 
-A chunk is a piece of a record (pinned.PinnedRecords): it begins with its `jax.device_put` into
-memory of its own, *staging*, and is there when that array is ready. Of records in files
-(cached.CachedRecords) it begins when the record is read, which begins with `submit`.
-Moving it on into a cell is a program of the caller's, which owns the arena: `take`.
+A chunk is a piece of a record (pinned.PinnedRecords). It begins with a `jax.device_put` into memory
+of its own, *staging*, and is there when that array is ready. A record in a file
+(cached.CachedRecords) is read from `submit` on, and its chunks begin after that. The caller owns
+the arena, and moves a record from staging into a cell by a program of its own (`take`).
 
-No thread copies: chunks begin when the caller says so (`begin`), in the order of
-order.TransferQueue.
-On a GPU that moment decides what they run beside. PJRT gives a buffer memory that is free once all
-programs enqueued before have run (`kComputeSynchronized`, xla/pjrt/local_device_state.h in
-openxla/xla), so a copy waits for those; it runs beside those that are enqueued after it.
+No thread copies. Chunks begin when the caller calls `begin`, in the order of order.TransferQueue.
+On a GPU the moment of that call decides which programs run beside the copies. PJRT gives a buffer
+memory that is free once all programs enqueued before have run (`kComputeSynchronized`,
+xla/pjrt/local_device_state.h in openxla/xla). So a copy waits for those programs, and runs beside
+programs that are enqueued after it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from host_offload.queue.transfer import (
 )
 
 Put = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-"""Begins to copy arrays to the device. What it raises fails their transfer."""
+"""Begins to copy arrays to the device. An error that it raises fails their transfer."""
 
 _SECONDS = ("wait_seconds", "busy_seconds")
 
 _FAILURES = (jax.errors.JaxRuntimeError, MemoryError, OSError)
-"""What a copy may raise that fails its transfer alone."""
+"""Errors of a copy that fail only its transfer."""
 
 
 class TransferLost(Exception):
-    """A record that was to be taken did not come; the message says why."""
+    """Raised if a record did not come; the message says why."""
 
 
 @dataclasses.dataclass
@@ -53,27 +53,29 @@ class _Staged:
 
     transfer: Transfer
     demand: bool
-    """It was queued as one; it may be one by now."""
+    """Whether it was queued as a demand; `transfer` has its present cause."""
     asked: Given | Asked
-    """What is copied, held in the store until the copy has ended."""
+    """The record in the store, held until the copy has ended."""
     arrays: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    """Chunk's first byte → what it is copied to."""
+    """The staged copy of each chunk, by the chunk's first byte."""
     chunks: list[TransferChunk] = dataclasses.field(default_factory=list)
-    """That have begun and are not known to have ended."""
+    """Chunks that have begun and are not known to have ended."""
     mark: jax.Array | None = None
-    """It is there where the record was taken before it had come: ready when that was read."""
+    """For a record that was taken before it had come: ready once the record was read."""
     settled: Settled | None = None
 
 
 class DeviceQueue:
-    """The calls of NativeQueue over stores of separate pinned arrays, by version number. Not for
-    several threads.
+    """A queue with the methods of NativeQueue, over stores of separate pinned arrays. Only one
+    thread may call it.
 
-    ahead: chunks of transfers that are no demands which may be under way at once: what a demand
-    waits for that is begun after them. put: begins copies; by default jax.device_put to the device.
+    State `done` means that the record is in staging, where it stays until `take` or `drop`.
 
-    `done` means that the record is in staging, where it stays until `take` or `drop`. Raises
-    QueueError for numbers that make no sense.
+    - `records`: the stores, by version number.
+    - `ahead`: most chunks of prefetches under way at once, for which a later demand waits.
+    - `put`: begins copies (default: jax.device_put to the device).
+
+    Raises QueueError for numbers out of range.
     """
 
     def __init__(
@@ -88,15 +90,15 @@ class DeviceQueue:
             raise QueueError(f"{ahead} chunks ahead of need at once")
         self.records, self._ahead = tuple(records), ahead
         sharding = jax.sharding.SingleDeviceSharding(device)
-        # One call for all pieces: a call costs the host the same for one.
+        # One call for all pieces, since it takes the host as long as a call for one.
         self.put: Put = put or (lambda arrays: jax.device_put([*arrays], sharding))
-        # Pieces are what is moved at once, so chunks are those.
+        # Chunks are as large as the largest piece, so that each piece is one chunk.
         self._queue = TransferQueue(max(size for held in records for size in held.sizes))
         self._staged: dict[int, _Staged] = {}
         self._watcher = ThreadPoolExecutor(1, "moejax-waits")
         self._waited: float | None = None
         self.last_mark: jax.Array | None = None
-        """Ready when the records that were taken last have been read."""
+        """Ready once the records that were taken last have been read."""
         self._closed = False
         names = {field.name for field in dataclasses.fields(Totals)}
         self._counts = dict.fromkeys(names - {"flying", "bytes_left", *_SECONDS}, 0)
@@ -104,12 +106,12 @@ class DeviceQueue:
     # ---- as NativeQueue
 
     def submit(self, transfer: Transfer) -> int:
-        """Begins nothing. A record that was taken into this cell before is waited for, not
-        refused."""
+        """Queues a transfer, without beginning it. If an earlier record of the cell was taken
+        before it had come, this waits for that record instead of refusing. Returns the ticket."""
         return self.submit_all([transfer])[0]
 
     def submit_all(self, transfers: Sequence[Transfer]) -> list[int]:
-        """As submit, of several; what has ended is looked for once."""
+        """Queues several transfers as `submit` does, and looks for ended chunks only once."""
         if self._closed:
             raise QueueError("the queue is closed")
         layers, experts = self.records[0].shape[:2]
@@ -133,7 +135,7 @@ class DeviceQueue:
         return tickets
 
     def submit_again(self, transfer: Transfer) -> int:
-        """As submit, of a record that did not come ahead of need, and is needed now."""
+        """Queues, as `submit` does, a record that did not come ahead of need and is needed now."""
         self._counts["retried"] += 1
         return self.submit(transfer)
 
@@ -153,7 +155,7 @@ class DeviceQueue:
         return True
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        """As NativeQueue. Begins what has to begin before it."""
+        """Waits as NativeQueue.wait does. It begins the chunks that must come first."""
         while not self._queue.there(ticket, part):
             self.begin()
             if not self._staged[ticket].asked.there():
@@ -168,12 +170,14 @@ class DeviceQueue:
         return self._queue.settled(ticket)
 
     def observe(self) -> Progress:
-        """As NativeQueue; busy seconds as far as looks at the queue saw it begin and end."""
+        """Observes as NativeQueue.observe does. Busy seconds are as exact as the times at which the
+        queue was looked at."""
         self._look()
         return self._queue.observe()
 
     def close(self) -> None:
-        """Cancels what has not begun, waits for what has, and drops what is staged. Idempotent."""
+        """Cancels transfers that have not begun, waits for the others, and drops all staged
+        records. Idempotent."""
         self._closed = True
         self._watcher.shutdown()
         self._queue.cancel_all()
@@ -186,9 +190,11 @@ class DeviceQueue:
     # ---- what only this backend has
 
     def begin(self, *, others: bool = True) -> None:
-        """Begins the chunks whose turn it is: all of demands, and of others (unless not those) as
-        many as may be under way; not of what is not read. To be called before the programs beside
-        which they should run are dispatched."""
+        """Begins chunks of records that were read: all of demands, and as many of prefetches as may
+        be under way. Call it before dispatching the programs that the copies should run beside.
+
+        - `others`: False begins demands only.
+        """
         self._look()
         ahead = sum(len(s.chunks) for s in self._staged.values() if not s.transfer.demand)
         due: dict[int, list[TransferChunk]] = {}
@@ -203,27 +209,29 @@ class DeviceQueue:
             self._begin(ticket, chunks)
 
     def version(self, ticket: int) -> int:
-        """That of a record which was not taken."""
+        """Returns the version number of a record that was not taken."""
         return self._staged[ticket].transfer.version
 
     def arrived(self) -> list[int]:
-        """Tickets of records that are there and were not taken, oldest first."""
+        """Returns the tickets of records that are there and were not taken, oldest first."""
         self._look()
         return [t for t, s in self._staged.items() if s.settled and s.settled.state == "done"]
 
     def failed(self, ticket: int) -> bool:
-        """Whether a record that was not taken did not come."""
+        """Whether the transfer of a record that was not taken has failed."""
         self._look()
         settled = self._staged[ticket].settled
         return settled is not None and settled.state == "failed"
 
     def take(self, ticket: int, move: Callable[[Sequence[jax.Array]], jax.Array]) -> None:
-        """Hands a record over, whether it is there or still comes: calls move(its pieces in the
-        order of their rows), which dispatches what reads them and returns an array that is ready
-        when they were read. The pieces' memory is given back when nobody refers to them.
+        """Hands a record over, whether it is there or still comes. Chunks that have not begun begin
+        now, before all others, once the record is read.
 
-        What has not begun begins now, before all others, once it is read. Raises TransferLost where
-        a read or a copy failed.
+        - `move`: takes the record's pieces in the order of their rows, dispatches the program that
+          reads them, and returns an array that is ready once they were read.
+
+        The pieces' memory is freed once there are no references to them. Raises TransferLost if a
+        read or a copy failed.
         """
         try:
             self.take_all([ticket], lambda records: move(records[0]))
@@ -234,8 +242,8 @@ class DeviceQueue:
     def take_all(
         self, tickets: Sequence[int], move: Callable[[Sequence[Sequence[jax.Array]]], jax.Array]
     ) -> None:
-        """As take, of several records by one program. Raises TransferLost, and takes nothing, where
-        one of them failed."""
+        """Hands several records over to one program, as `take` does. Raises TransferLost, and takes
+        nothing, if one of them failed."""
         for ticket in tickets:
             staged = self._staged[ticket]
             if staged.settled is None:
@@ -253,8 +261,8 @@ class DeviceQueue:
                 del self._staged[ticket]
 
     def drop(self, ticket: int) -> None:
-        """Frees a record that nobody wants any more: cancels what has not begun, waits for the rest
-        of what has."""
+        """Frees a record that is no longer wanted. It cancels a transfer that has not begun, and
+        otherwise waits for it."""
         if not self._staged[ticket].settled and self.cancel(ticket):
             return
         if not self._staged[ticket].settled:
@@ -262,12 +270,13 @@ class DeviceQueue:
         self._staged.pop(ticket, None)
 
     def watch(self, before: jax.Array, after: jax.Array) -> None:
-        """Counts the time from when `before` is ready until `after` is as waited. A thread looks,
-        so that the caller runs ahead of the device; neither may be donated."""
+        """Counts the time between `before` and `after` becoming ready as a wait. A thread waits for
+        them, so that the caller runs ahead of the device; neither may be donated."""
         self._watcher.submit(self._count_wait, before, after)
 
     def totals(self) -> Totals:
-        """What it did so far. wait_seconds: those of `watch`; None: it was never called."""
+        """Returns the counters so far. wait_seconds is the time counted by `watch`; None if it was
+        never called."""
         self._look()
         flying = self._queue.open()
         return Totals(
@@ -291,7 +300,8 @@ class DeviceQueue:
         return self._staged[ticket].asked.there()
 
     def _hasten(self, ticket: int, staged: _Staged) -> None:
-        """All chunks of a record that is taken have begun, or one of them failed."""
+        """Begins all chunks of a record that is taken, as demands. Returns once all have begun, or
+        the transfer has failed."""
         self.reorder(ticket, DEMAND, 0)
         self._counts["waits"] += 1
         self._counts["late"] += not staged.demand
@@ -303,7 +313,7 @@ class DeviceQueue:
             staged.asked.wait()
             self.begin(others=False)
         if len(staged.arrays) < pieces:
-            self.wait(ticket)  # one failed, and others of it are under way
+            self.wait(ticket)  # a chunk failed while others of the record are under way
 
     def _begin(self, ticket: int, chunks: Sequence[TransferChunk]) -> None:
         """Begins to copy chunks of one transfer, which the queue has begun."""
@@ -319,10 +329,10 @@ class DeviceQueue:
         staged.arrays.update(zip((c.first for c in chunks), arrays, strict=True))
 
     def _look(self) -> None:
-        """Notes what has ended."""
+        """Books the chunks that have ended."""
         for staged in [s for s in self._staged.values() if s.chunks]:
             for chunk in [*staged.chunks]:
-                # Of a taken one the pieces are gone; they were there when they had been read.
+                # The pieces of a taken record are gone; its mark is ready once they were read.
                 array = staged.arrays[chunk.first] if staged.mark is None else staged.mark
                 if array.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
                     staged.chunks.remove(chunk)
@@ -347,7 +357,7 @@ class DeviceQueue:
 
 
 def _wait_for(array: jax.Array | None) -> str:
-    """Waits for an array; what went wrong with it, "" for nothing."""
+    """Waits for an array. Returns its failure, "" for none."""
     try:
         jax.block_until_ready(array)
     except _FAILURES as error:

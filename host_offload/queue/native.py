@@ -1,7 +1,7 @@
-"""The queue carried out by native threads: copies and reads that run beside compute.
+"""The queue whose chunks native threads copy and read, beside compute.
 
-The same protocol as `virtual.VirtualQueue`, over pallas_kernels/cpu/transfer_queue.h. Addresses are
-the caller's to keep: what a load names must stay until its transfer has settled.
+It has the methods of `virtual.VirtualQueue`, over pallas_kernels/cpu/transfer_queue.h. The caller
+must keep the memory at the addresses of a load until its transfer has settled.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SUBMIT, _REORDER, _START, _END = 0, 2, 3, 4
 
 _TEXT = 4096
 _WAIT_SECONDS = 0.1
-"""Python's signals are looked at so often during a wait."""
+"""Seconds of a wait between two checks of Python's signals."""
 
 
 def _fields(**kinds: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a structure: kind of number → their names."""
+    """Returns the fields of a structure, given names of fields by kind of number."""
     numbers = {"int64": ctypes.c_int64, "int32": ctypes.c_int32, "uint64": ctypes.c_uint64}
     numbers["double"] = ctypes.c_double
     return tuple((name, numbers[kind]) for kind, names in kinds.items() for name in names.split())
@@ -116,37 +116,38 @@ def _library() -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a queue did since it was made."""
+    """Counters of a queue since it was made."""
 
     demand_bytes: int
-    """That arrived, of transfers that were queued as demands."""
+    """Bytes that arrived of transfers queued as demands."""
     ahead_bytes: int
-    """That arrived, of those queued with another cause."""
+    """Bytes that arrived of transfers queued with another cause."""
     demands: int
-    """Transfers that arrived, by the same."""
+    """Transfers queued as demands that arrived."""
     ahead: int
+    """Transfers queued with another cause that arrived."""
     late: int
     """Transfers ahead that an op had to wait for; the others were in time, or never needed."""
     cancelled: int
     failed: int
     retried: int
-    """Failed ones that were queued ahead of need, and once more, as demands, when needed."""
+    """Failed transfers ahead of need that were queued again, as demands, when needed."""
     waits: int
     """Times that an op waited for bytes."""
     flying: int
     """Transfers that have not settled."""
     bytes_left: int
-    """Bytes of those that are not there."""
+    """Bytes of those transfers that are not there yet."""
     wait_seconds: float | None
-    """With an op waiting; None: not known."""
+    """Time in which an op waited; None: not known."""
     busy_seconds: float
-    """With a chunk under way on the link."""
+    """Time with a chunk under way on the link."""
     unpacked: int = 0
-    """Transfers that were decoded from the arena itself, without the link."""
+    """Records that were decoded from the arena itself, without the link."""
     unpacked_bytes: int = 0
-    """Dense bytes of those."""
+    """Dense bytes of those records."""
     unpack_seconds: float = 0.0
-    """With a chunk of those under way."""
+    """Time with a chunk of those records under way."""
 
 
 class _Totals(ctypes.Structure):
@@ -164,23 +165,24 @@ class Span:
 
     ticket: int
     first: int
-    """Bytes of its transfer before it."""
+    """Bytes of the transfer before the chunk."""
     bytes: int
     begin: float
     end: float
     cause: str = ""
-    """Its transfer's when it began; empty: that was queued before anything was recorded."""
+    """The transfer's cause when the chunk began; empty: it was queued before `record`."""
 
 
 class NativeQueue:
     """A queue and its threads, closed by `close` or at the end of a `with`.
 
-    threads: 0 means that who waits carries chunks out, in the queue's order. rate: bytes per second
-    of the link, at most; 0: as fast as it goes. latency: seconds from a chunk's end on the link
-    until its bytes count as there. direct: files are read past the page cache where that can be.
+    - `threads`: with 0, a thread that waits carries chunks out itself, in the queue's order.
+    - `rate`: most bytes per second of the link; 0: no limit.
+    - `latency`: seconds from a chunk's end on the link until its bytes count as there.
+    - `direct`: whether files are read past the page cache if possible.
 
-    Raises QueueError for numbers that make no sense, ValueError with the command that mends it
-    where the native library is missing.
+    Raises QueueError for numbers out of range, and ValueError, with the command that mends it, if
+    the native library is missing.
     """
 
     def __init__(
@@ -200,14 +202,14 @@ class NativeQueue:
         self._files: dict[str, int] = {}
         self._causes = [DEMAND]
         self._lock = threading.Lock()
-        """Held while files or causes are looked up."""
+        """Guards `_files` and `_causes`."""
         text = ctypes.create_string_buffer(_TEXT)
         options = _Options(threads, chunk_bytes, rate, latency)
         self.handle = self._calls.moejax_transfers_new(options, text, _TEXT)
-        """What ops name the queue by."""
+        """The number by which ops name the queue."""
         if self.handle < 0:
             raise QueueError(f"{threads} threads cannot be started: {_decode_text(text)}")
-        # At the end of the process too, before what the threads write into is gone.
+        # Also at the end of the process, before the memory that the threads write to is gone.
         self._delete = finalize_here(self, self._calls.moejax_transfers_delete, self.handle)
 
     def __enter__(self) -> NativeQueue:
@@ -219,7 +221,8 @@ class NativeQueue:
     # ---- as TransferQueue
 
     def submit(self, transfer: Transfer, load: Load) -> int:
-        """As TransferQueue; a file is looked at when first named, and must stay as it is then."""
+        """Queues a transfer as TransferQueue.submit does. A file is opened when it is first named,
+        and must not change from then on."""
         self._require_open()
         source, parts, check = load.source, load.parts, _check(load.source)
         request = _Request(
@@ -246,9 +249,9 @@ class NativeQueue:
         return bool(self._calls.moejax_transfers_reorder(self.handle, ticket, number, priority))
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        """Returns when a part is there, or the whole (None), or the transfer has settled in another
-        way; None where it has not settled yet. Raises QueueError for a ticket that never was or
-        whose end was observed."""
+        """Waits until a part is there, or all parts (None), or the transfer has settled otherwise.
+        Returns how it settled; None if it has not settled yet. Raises QueueError for an unknown
+        ticket, or one whose end was observed."""
         self._require_open()
         record, number, text = _Record(), _part(part), ctypes.create_string_buffer(_TEXT)
         transfer = self._calls.moejax_transfers_find(self.handle, ticket)
@@ -288,14 +291,17 @@ class NativeQueue:
     # ---- what only this backend has
 
     def reads_past_the_cache(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the file is read with O_DIRECT. Raises QueueError where it cannot be read."""
+        """Whether the file is read with O_DIRECT. Raises QueueError if it cannot be read."""
         self._require_open()
         return bool(self._calls.moejax_transfers_direct(self.handle, self._file(os.fspath(path))))
 
     def wait_cell(self, cell: int, part: int | None = None) -> State:
-        """What an op does before it reads a cell: waits for a part of the transfer that writes it,
-        which is a demand from now on. "done" where the part is there or nobody writes, "failed"
-        until another transfer into the cell. Raises QueueError for a part that there is not."""
+        """Waits, as an op does before it reads a cell, for a part of the transfer that writes the
+        cell, which becomes a demand.
+
+        Returns "done" if the part is there or no transfer writes the cell, "failed" if the last
+        transfer into the cell failed. Raises QueueError for a part that does not exist.
+        """
         self._require_open()
         number = _part(part)
         state = self._calls.moejax_transfers_wait_cell(self.handle, cell, number)
@@ -310,34 +316,34 @@ class NativeQueue:
         return Totals(**{f.name: getattr(totals, f.name) for f in dataclasses.fields(Totals)})
 
     def keep_settled(self, keep: bool) -> None:
-        """Whether what settles from now on is kept for the next observation, as it is at first.
-        Not for queues that only ops and `totals` ask: it would be kept for ever."""
+        """Says whether settled transfers are kept for `observe`, which is the default. Switch this
+        off for a queue that is never observed, since they would be kept for ever."""
         self._require_open()
         self._calls.moejax_transfers_keep_settled(self.handle, keep)
 
     def cause_number(self, cause: str) -> int:
-        """The number that the library knows a cause by; 0: a demand."""
+        """Returns the native library's number of a cause; 0 is a demand."""
         return self._cause(cause)
 
     def file_number(self, path: str) -> int:
-        """The number that sources name a file by, which is looked at now and must stay as it is.
-        Raises QueueError where it cannot be read."""
+        """Returns the number by which sources name a file. The file is opened now and must not
+        change. Raises QueueError if it cannot be read."""
         self._require_open()
         return self._file(path)
 
     def step(self) -> bool:
-        """Carries out one chunk in this thread; False where none waits."""
+        """Carries out one chunk in this thread. Returns False if none waits."""
         self._require_open()
         return bool(self._calls.moejax_transfers_step(self.handle))
 
     def record(self) -> None:
-        """From now on `spans` has something to say."""
+        """Begins to record the chunks that `spans` returns."""
         self._require_open()
         self._calls.moejax_transfers_record(self.handle, 1)
 
     def spans(self) -> list[Span]:
-        """The chunks that began and ended since the last call, in the order in which they began,
-        65536 events of the queue at most."""
+        """Returns the chunks that began and ended since the last call, in the order in which they
+        began, out of at most 65536 events of the queue."""
         self._require_open()
         events = (_Event * (1 << 16))()
         count = self._calls.moejax_transfers_events(self.handle, events, len(events))
@@ -406,14 +412,15 @@ class NativeQueue:
 
 
 def _part(part: int | None) -> int:
-    """How the library is told it; -1: all. Raises QueueError for a negative one."""
+    """Returns the native library's number of a part; -1: all parts. Raises QueueError for a
+    negative part."""
     if part is not None and part < 0:
         raise QueueError(f"parts count from 0, there is no part {part}")
     return -1 if part is None else part
 
 
 def _check(source: Source) -> int:
-    """The number of the checksum's kind. Raises QueueError where it is none."""
+    """Returns the number of the checksum's kind. Raises QueueError for a malformed checksum."""
     digits = {0: 0, 16: 1, 8: 2}.get(len(source.checksum))
     if digits is None or source.checksum.strip("0123456789abcdef"):
         raise QueueError(f"{source.checksum!r} is not 16 hex digits of SHA-256 or 8 of CRC-32C")

@@ -1,13 +1,15 @@
-"""The queue without threads, bytes or clock: which chunk is next, and what its end means.
+"""The queue without threads, bytes or clock: it chooses the next chunk and books its end.
 
-Demands go before all others, then the lowest priority, then who came first. That is asked for each
-chunk, so a demand pauses the others at the next one. A transfer that has begun ends; one that has
-not can be cancelled. A cell has one writer: a second transfer into it is refused until the first
-has settled. It is not made to wait, since its caller would have chosen another cell, or would not
-want it any more, and an op that waits for it would wait for two.
+Demands come first, then transfers of the lowest priority value, then the oldest. The choice is made
+for each chunk, so a demand pauses other transfers at their next chunk. A transfer that has begun
+runs to its end; one that has not begun can be cancelled.
 
-A chunk that fails is the last one that its transfer begins; the transfer has failed, and its cell
-is free, when those under way beside it have ended.
+A cell has one writer. A second transfer into a cell is refused until the first has settled. It does
+not wait instead: its caller would choose another cell, or not want the record any more, and an op
+that needs the record would wait for two transfers.
+
+After a failed chunk its transfer begins no more chunks. The transfer fails, and its cell is free,
+once its other chunks under way have ended.
 """
 
 from __future__ import annotations
@@ -40,13 +42,18 @@ class _Open:
     bytes: int
     begun: bool = False
     under_way: int = 0
-    """Chunks."""
+    """Chunks under way."""
     failure: str = ""
 
 
 class TransferQueue:
-    """chunk_bytes: the most of a chunk. clock: seconds, by which it counts how long it is busy.
-    Raises QueueError unless chunks have bytes."""
+    """Orders chunks of transfers and books their ends.
+
+    - `chunk_bytes`: most bytes of a chunk.
+    - `clock`: returns seconds, for the time with a chunk under way.
+
+    Raises QueueError unless chunks have bytes.
+    """
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, clock: Callable[[], float] = time.monotonic):
         if chunk_bytes < 1:
@@ -55,16 +62,21 @@ class TransferQueue:
         self._busy, self._busy_since = 0.0, 0.0
         self._open: dict[int, _Open] = {}
         self._cells: dict[int, int] = {}
-        """Cell → ticket of the transfer that writes it."""
+        """Ticket of the transfer that writes a cell, by cell."""
         self._tickets = 0
         self._settled: dict[int, Settled] = {}
-        """By ticket, since the last observation."""
+        """Transfers that settled since the last observation, by ticket."""
         self.under_way = 0
         """Chunks that have begun and not ended."""
 
     def submit(self, transfer: Transfer, parts: tuple[int, ...]) -> int:
-        """The ticket of a transfer of so many bytes a part: 1, 2, … in the order of submission.
-        Raises QueueError where the cell has a transfer that has not settled, or without bytes."""
+        """Queues a transfer.
+
+        - `parts`: bytes of each part.
+
+        Returns its ticket: 1, 2, … in the order of submission. Raises QueueError if a transfer into
+        the cell has not settled, or if a part has no bytes.
+        """
         if not parts or min(parts) < 1:
             raise QueueError(f"a transfer needs bytes in each part, not {parts}")
         if transfer.cell in self._cells:
@@ -79,12 +91,12 @@ class TransferQueue:
         return ticket
 
     def next_chunk(self) -> TransferChunk | None:
-        """Begins the chunk whose turn it is; None where none waits."""
+        """Begins the next chunk and returns it; None if no chunk waits."""
         tickets = self.in_turn()
         return self.begin_chunk(tickets[0]) if tickets else None
 
     def begin_chunk(self, ticket: int) -> TransferChunk | None:
-        """Begins a transfer's next chunk, whose turn it is (in_turn); None where all have begun."""
+        """Begins a transfer's next chunk and returns it; None if all have begun."""
         open_ = self._open[ticket]
         if not open_.waiting:
             return None
@@ -96,8 +108,10 @@ class TransferQueue:
         return open_.waiting.popleft()
 
     def in_turn(self, ready: Callable[[int], bool] | None = None) -> list[int]:
-        """Tickets with chunks that wait, whose turn is first before others. ready: says of a ticket
-        whether its chunks can begin; None: of each."""
+        """Returns the tickets with waiting chunks, in the order of their turn.
+
+        - `ready`: whether chunks of a ticket can begin; None: all can.
+        """
         waiting = [
             (not open_.transfer.demand, open_.transfer.priority, ticket)
             for ticket, open_ in self._open.items()
@@ -106,8 +120,12 @@ class TransferQueue:
         return [ticket for _, _, ticket in sorted(waiting)]
 
     def end(self, chunk: TransferChunk, failure: str = "") -> Settled | None:
-        """The chunk's bytes are there, or what went wrong. Returns how its transfer ended, where
-        this was the last of it."""
+        """Books the end of a chunk.
+
+        - `failure`: what went wrong; empty: its bytes are there.
+
+        Returns how its transfer ended, if this was the transfer's last chunk; else None.
+        """
         open_ = self._open[chunk.ticket]
         open_.under_way -= 1
         self.under_way -= 1
@@ -124,7 +142,7 @@ class TransferQueue:
         return self._settle(Settled(chunk.ticket, open_.transfer, state, open_.failure))
 
     def cancel(self, ticket: int) -> bool:
-        """Takes back what has not begun, and says whether it could. What has begun ends."""
+        """Cancels a transfer that has not begun. Returns False if it has begun or settled."""
         open_ = self._open.get(ticket)
         if open_ is None or open_.begun:
             return False
@@ -132,8 +150,8 @@ class TransferQueue:
         return True
 
     def reorder(self, ticket: int, cause: str, priority: int) -> bool:
-        """Gives a transfer another cause and priority, for those of its chunks that have not
-        begun. False where it has settled."""
+        """Gives a transfer another cause and priority, for its chunks that have not begun. Returns
+        False if it has settled."""
         open_ = self._open.get(ticket)
         if open_ is None:
             return False
@@ -142,13 +160,13 @@ class TransferQueue:
 
     @property
     def waiting(self) -> bool:
-        """Some chunk has not begun."""
+        """Whether a chunk waits to begin."""
         return any(open_.waiting for open_ in self._open.values())
 
     def there(self, ticket: int, part: int | None = None) -> bool:
-        """Whether a part, or the whole, needs no more waiting: it is there, or the transfer has
-        settled. Raises QueueError for a ticket that never was or whose end was observed, and for a
-        part that it does not have."""
+        """Whether a part, or all parts (None), are there, or the transfer has settled. Raises
+        QueueError for an unknown ticket or one whose end was observed, and for a part that the
+        transfer does not have."""
         if self.settled(ticket):
             return True
         left = self._open[ticket].left
@@ -159,18 +177,18 @@ class TransferQueue:
         return not left[part]
 
     def settled(self, ticket: int) -> Settled | None:
-        """How a transfer ended, None while it has not. Raises QueueError as `there`."""
+        """Returns how a transfer ended; None if it has not. Raises QueueError as `there` does."""
         if ticket not in self._open and ticket not in self._settled:
             raise QueueError(f"there is no ticket {ticket}, or its end was observed")
         return self._settled.get(ticket)
 
     def cancel_all(self) -> None:
-        """Cancels what has not begun."""
+        """Cancels all transfers that have not begun."""
         for ticket in list(self._open):
             self.cancel(ticket)
 
     def open(self) -> tuple[Flying, ...]:
-        """What has not settled, by ticket."""
+        """Returns the transfers that have not settled, by ticket."""
         return tuple(
             Flying(ticket, open_.transfer, open_.bytes, sum(open_.left), open_.begun)
             for ticket, open_ in self._open.items()
@@ -178,11 +196,11 @@ class TransferQueue:
 
     @property
     def busy_seconds(self) -> float:
-        """With a chunk under way so far."""
+        """Seconds with a chunk under way so far."""
         return self._busy + (self._clock() - self._busy_since if self.under_way else 0.0)
 
     def observe(self) -> Progress:
-        """What is under way, and what settled since the last observation."""
+        """Returns the transfers under way, and those that settled since the last observation."""
         settled = tuple(self._settled.values())
         self._settled.clear()
         return Progress(self.busy_seconds, self.open(), settled)

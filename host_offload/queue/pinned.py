@@ -1,7 +1,8 @@
-"""A store of separate pinned arrays, each of which one transfer can bring to the device.
+"""A store of separate pinned arrays, each of which one copy brings to the device.
 
-jax copies whole arrays beside compute: a part of a stacked store would be cut out by a program, in
-stream order with the steps. So each matrix of an expert, or each piece of one, is an array.
+jax copies only whole arrays beside compute. A program would have to cut a part out of a stacked
+store, in stream order with the steps. So each matrix of an expert, or each piece of one, is an
+array.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pallas_kernels.records.format import MATRICES, RecordFormat
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A record that a transfer asked for and that is there: as Asked of a cache (cached.py)."""
+    """A record of pinned memory that a transfer asked for. It has the methods of cached.Asked."""
 
     arrays: list[jax.Array]
 
@@ -31,22 +32,22 @@ class Given:
         return self.arrays
 
     def urge(self, demand: bool, priority: int) -> None:
-        """There is nothing to hasten."""
+        """Does nothing, since the record is there."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing, since the record is there."""
 
     def release(self) -> None:
-        """It stays."""
+        """Does nothing, since the store keeps the record."""
 
 
 class InPieces:
-    """Records of uint16, each of which is brought to the device in several arrays."""
+    """Records of uint16 that come to the device as several arrays each."""
 
     shape: tuple[int, ...]
     """[L, E, rows, D]."""
     edges: tuple[int, ...]
-    """Rows of a record where its pieces begin, and its last one ends."""
+    """Rows of a record where its pieces begin, then the row where the last one ends."""
 
     dtype = np.dtype(np.uint16)
     ndim = 4
@@ -59,7 +60,7 @@ class InPieces:
 
     @property
     def absent(self) -> AbsentRecords:
-        """What programs carry in their place."""
+        """The placeholder of the records in programs."""
         return AbsentRecords(self.shape, tuple(b - a for a, b in itertools.pairwise(self.edges)))
 
 
@@ -74,30 +75,30 @@ class PinnedRecords(InPieces):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the records take."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def of(self, layer: int, expert: int) -> list[jax.Array]:
-        """An expert's pieces in the order of its rows."""
+        """Returns an expert's pieces in the order of its rows."""
         found = [piece for piece in self.pieces[layer][expert] if piece is not None]
         assert len(found) == len(self.edges) - 1
         return found
 
     def devices(self) -> set[jax.Device]:
-        """The device that the arrays are of, as jax.Array.devices says it."""
+        """Returns the arrays' device, like jax.Array.devices."""
         return self.of(0, 0)[0].devices()
 
     def read(self, layer: int, first: int, count: int) -> np.ndarray:
-        """uint16[count, rows, D]: a copy of consecutive experts' records."""
+        """Copies consecutive experts' records. Returns uint16[count, rows, D]."""
         experts = (self.of(layer, first + i) for i in range(count))
         return np.stack([np.concatenate([*map(np.asarray, pieces)]) for pieces in experts])
 
     def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Given:
-        """What a transfer copies."""
+        """Returns an expert's record for a transfer."""
         return Given(self.of(layer, expert))
 
     def delete(self) -> None:
-        """Frees the arrays now, whoever else refers to them. Idempotent."""
+        """Frees the arrays at once, even if other objects refer to them. Idempotent."""
         for piece in itertools.chain.from_iterable(itertools.chain.from_iterable(self.pieces)):
             if piece is not None and not piece.is_deleted():
                 piece.delete()
@@ -106,11 +107,13 @@ class PinnedRecords(InPieces):
 def view_record(
     records: jax.Array | PinnedRecords, host: jax.Device, layer: int, expert: int
 ) -> jax.Array:
-    """An expert's record uint16[rows, D] as an array of a CPU device: the same bytes, not a copy,
-    so it must not be used once the records are freed. Raises ValueError for records in several
-    pieces, and where this memory is not the CPU's to read in place.
+    """Returns an expert's record uint16[rows, D] as an array of a CPU device. It is a view, which
+    must not be used once the records are freed.
 
     - `records`: a store of one array uint16[L, E, rows, D], or of separate ones.
+    - `host`: the CPU device.
+
+    Raises ValueError for records in several pieces, and if the CPU cannot read the memory in place.
     """
     if isinstance(records, jax.Array):
         shape = records.shape[2:]
@@ -131,10 +134,15 @@ def view_record(
 def piece_edges(
     record: RecordFormat, chunk_bytes: int | None, *, whole: bool = False
 ) -> tuple[int, ...]:
-    """Rows where the pieces of a record begin, and its end: a dense one's matrices, cut further
-    into pieces of at most chunk_bytes, of a row at least, where that is given. whole: the record is
-    one piece, which a processor beside the device can compute with where it lies; so is an encoded
-    one, whose matrices end in the middle of a row."""
+    """Returns the rows where the pieces of a record begin, then its end.
+
+    Pieces of a dense record are its matrices. An encoded record is one piece, since its matrices
+    end in the middle of a row.
+
+    - `chunk_bytes`: cuts matrices further, into pieces of at most so many bytes, but at least a
+      row; None: does not.
+    - `whole`: makes the record one piece, so that a second processor can read it in place.
+    """
     if whole or record.version != "dense":
         return (0, record.rows)
     rows = record.rows
@@ -148,10 +156,10 @@ def piece_edges(
 
 
 class PinnedBuilder(StoreBuilder):
-    """A StoreBuilder of PinnedRecords: a piece becomes a pinned array when its last row is written,
-    so host memory is the store and the pieces that are not whole.
+    """A StoreBuilder of PinnedRecords. A piece becomes a pinned array when its last row is written,
+    so host memory holds the store and incomplete pieces.
 
-    chunk_bytes, whole: how piece_edges cuts records.
+    - `chunk_bytes`, `whole`: arguments of piece_edges.
     """
 
     def __init__(
@@ -174,7 +182,7 @@ class PinnedBuilder(StoreBuilder):
             [[None] * count for _ in range(experts)] for _ in range(layers)
         ]
         self._partial: dict[tuple[int, int, int], tuple[np.ndarray, int]] = {}
-        """(layer, expert, piece) → its rows and how many of them are not written."""
+        """(rows, how many of them are missing) of incomplete pieces, by (layer, expert, piece)."""
 
     def _write(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
         end_row = first_row + records.shape[1]

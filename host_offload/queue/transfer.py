@@ -1,4 +1,4 @@
-"""What is queued, what it is made of, and what can be seen of it: plain frozen values."""
+"""The types of the transfer queue: transfers, their bytes and chunks, and their progress."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ DEMAND = "demand"
 """The cause of transfers that a running step waits for. Every other cause is ahead of need."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are moved at once, and so what a demand waits for at most. Smaller chunks slow the
-compute beside them by 15 to 25% (docs/explanation/transfers.md)."""
+"""Bytes of a chunk, the most that a demand waits for. Smaller chunks slow the compute beside them
+by 15 to 25% (docs/explanation/transfers.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QueueSpec:
-    """The queue that a run wants beside its compute."""
+    """Settings of a queue beside compute."""
 
     rate: float = 0.0
-    """Bytes per second of the link, at most; 0: as fast as it goes."""
+    """Most bytes per second of the link; 0: no limit."""
     latency: float = 0.0
     """Seconds from a chunk's end on the link until its bytes count as there."""
     threads: int = 2
     chunk_bytes: int = CHUNK_BYTES
     buffers: int = 2
-    """Records without a cell that are on their way at once."""
+    """Most records without a cell that are on their way at once."""
 
     def of_chunks(self, chunk_bytes: int) -> QueueSpec:
-        """The same with chunks of another size."""
+        """Returns the same settings with another chunk size."""
         return dataclasses.replace(self, chunk_bytes=chunk_bytes)
 
 
@@ -38,7 +38,7 @@ State = Literal["done", "failed", "cancelled"]
 
 
 class QueueError(ValueError):
-    """The queue refuses what it was asked for; the message says why."""
+    """Raised if the queue refuses a request; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Transfer:
     expert: int
     version: int
     cell: int
-    """A number that names the cell among all of its arena, whatever the layer."""
+    """A number that is unique among the cells of all layers."""
     cause: str = DEMAND
     priority: int = 0
-    """Among transfers of the same kind, demands or others, the lowest goes first."""
+    """The lowest value goes first, among demands and among the other transfers."""
 
     @property
     def demand(self) -> bool:
@@ -61,10 +61,11 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the bytes are: `address` in this process's memory, or `path` and `offset` of a file.
+    """The place of a transfer's bytes: `address` in this process's memory, or `path` and `offset`
+    of a file.
 
-    checksum: what the bytes must have, as 16 hex digits of SHA-256 (those of moejax.json) or
-    8 of CRC-32C; "" checks nothing but that the file is the one that it was.
+    - `checksum`: of the bytes, as 16 hex digits of SHA-256 (those of moejax.json) or 8 of CRC-32C;
+      "" checks only that the file has not changed.
     """
 
     address: int = 0
@@ -75,9 +76,14 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The bytes of a transfer: those of each part (gate, up, down), one after the other in the
-    source and from `destination`, an address, on. entry: the address of an int32 that becomes
-    `value` after the last byte is there and checked, 0: none."""
+    """The bytes of a transfer. Its parts (gate, up, down) are contiguous in the source and at the
+    destination.
+
+    - `parts`: bytes of each part.
+    - `destination`: address of the first byte.
+    - `entry`: address of an int32 that becomes `value` once all bytes are there and checked; 0:
+      none.
+    """
 
     parts: tuple[int, ...]
     source: Source = Source()
@@ -92,17 +98,17 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class TransferChunk:
-    """One piece of a transfer, of one of its parts."""
+    """A piece of one part of a transfer."""
 
     ticket: int
     part: int
     first: int
-    """Bytes of the transfer before it."""
+    """Bytes of the transfer before the chunk."""
     bytes: int
 
 
 def chunks_of(ticket: int, parts: tuple[int, ...], chunk_bytes: int) -> Iterator[TransferChunk]:
-    """The chunks of a transfer in their order: none has bytes of two parts."""
+    """Yields the chunks of a transfer in order. No chunk has bytes of two parts."""
     for part, (first, size) in enumerate(
         zip(itertools.accumulate(parts, initial=0), parts, strict=False)
     ):
@@ -118,7 +124,7 @@ class Settled:
     transfer: Transfer
     state: State
     message: str = ""
-    """What happened to a failed one, with the file's name; else empty."""
+    """The failure, with the file's name; empty unless failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +140,14 @@ class Flying:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a policy may see of a queue, and a trace records."""
+    """The state of a queue as policies and traces see it."""
 
     busy_seconds: float
     """Time with a chunk under way since the queue was made."""
     flying: tuple[Flying, ...]
     """By ticket."""
     settled: tuple[Settled, ...]
-    """In the order in which they settled, each seen by one observation."""
+    """In the order in which they settled. Each is in one observation only."""
 
     @property
     def bytes_left(self) -> int:

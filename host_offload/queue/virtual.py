@@ -1,7 +1,8 @@
-"""The queue over a clock: one server, a link of some rate and latency, and no bytes.
+"""The queue over a virtual clock: a link with a rate and a latency, and no bytes.
 
-A chunk holds the link for its bytes at the rate; its bytes count as there the latency later, while
-others already travel. The simulator's link, and the oracle of the native queue's order and times.
+A chunk occupies the link for its bytes divided by the rate. Its bytes count as there one latency
+later, while the next chunks already travel. The simulator uses it as its link, and tests compare
+the native queue's order and times with it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from host_offload.queue.transfer import (
 
 
 class VirtualQueue(TransferQueue):
-    """A TransferQueue where waiting moves the clock, as NativeQueue's threads do. What is submitted
-    begins when the clock moves, so what comes at one time is ordered, or cancelled, before any of
-    it.
+    """A TransferQueue where a wait moves the clock, in place of NativeQueue's threads. Transfers
+    begin only when the clock moves, so those submitted at one time can be reordered or cancelled
+    before any of them begins.
 
-    rate: bytes per second. latency: seconds. fails: says of a chunk what goes wrong with it, ""
-    for nothing. log: called with (chunk, begin, end) of the link when a chunk begins. Raises
-    QueueError for a rate that is not positive or a negative latency.
+    - `rate`: bytes per second.
+    - `latency`: seconds.
+    - `fails`: returns a chunk's failure, "" for none.
+    - `log`: called with (chunk, begin, end) on the link when a chunk begins.
+
+    Raises QueueError for a rate that is not positive or a negative latency.
     """
 
     def __init__(
@@ -46,9 +50,9 @@ class VirtualQueue(TransferQueue):
         """Seconds."""
         self._rate, self._latency, self._fails, self._log = rate, latency, fails, log
         self._free = 0.0
-        """When the link ends what it carries."""
+        """Time at which the link is free."""
         self._travelling: deque[tuple[float, TransferChunk]] = deque()
-        """Chunks that have begun, with the time at which their bytes are there."""
+        """(time at which its bytes are there, chunk) of chunks that have begun."""
         self._closed = False
 
     # ---- as NativeQueue
@@ -72,8 +76,8 @@ class VirtualQueue(TransferQueue):
     # ---- the clock
 
     def advance(self, until: float) -> None:
-        """Moves the clock to a time, and carries out what happens until then. Raises QueueError
-        for a time that has passed."""
+        """Moves the clock to a time, and carries out all events until then. Raises QueueError for a
+        time that has passed."""
         if until < self.now:
             raise QueueError(f"the clock is at {self.now} s, after {until}")
         while self._next_event(until):
@@ -81,8 +85,8 @@ class VirtualQueue(TransferQueue):
         self.now = until
 
     def _next_event(self, until: float) -> bool:
-        """Carries out what happens next, if that is not after `until`: a chunk is there, or the
-        link is free and begins one."""
+        """Carries out the next event, if it is not after `until`: a chunk arrives, or the link
+        begins one. Returns whether there was such an event."""
         arrives = self._travelling[0][0] if self._travelling else math.inf
         begins = max(self._free, self.now) if self.waiting else math.inf
         when = min(arrives, begins)
