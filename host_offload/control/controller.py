@@ -1,5 +1,5 @@
-"""The controller: asks policies at their moments and turns what they want into contents of tables
-and a bounded list of transfers. Pure host code over numpy: no device, no clock."""
+"""The controller asks policies at their moments, and turns their decisions into contents of tables
+and a bounded list of transfers. It is host code over numpy, without a device or a clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from host_offload.control.transitions import Transitions, check_resident
 from host_offload.memory.tables import Entry, Residency
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
-"""Needs that are read from a copy of the device's tables."""
+"""Names of `needs` that are read from a copy of the device's tables."""
 
 TABLE_FIELDS = ("victim_weights", "prior", "fill_version")
 """Fields of a Decision that are contents of the device's tables."""
@@ -60,7 +60,7 @@ TABLE_FIELDS = ("victim_weights", "prior", "fill_version")
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """An event: what a policy wanted changed."""
+    """An event: a policy's decision that changes something."""
 
     step: int
     moment: Moment
@@ -70,7 +70,7 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """An event: what policies were shown of the queue beside compute, between two layers."""
+    """An event: the state of the queue beside compute that policies saw between two layers."""
 
     step: int
     moment: Moment
@@ -83,17 +83,17 @@ Event = Decided | StagedTransfer | Observed
 
 
 class Assigned(NamedTuple):
-    """Who computes the missed experts of a layer."""
+    """The processors that compute the missed experts of a layer."""
 
     layer: int
     beside: np.ndarray
-    """bool[E]: those that the second processor computes, if they are absent."""
+    """bool[E]: experts that the second processor computes if they are absent."""
     order: np.ndarray
-    """int32[E]: place in the order of loads."""
+    """int32[E]: each expert's place in the order of loads."""
 
 
 class Shown(NamedTuple):
-    """What a moment shows, beside the tables and transfers. The fields are an Observation's."""
+    """The fields of an Observation that a moment brings, beside tables and transfers."""
 
     moment: Moment
     step: int
@@ -109,7 +109,7 @@ class Shown(NamedTuple):
 
 
 class Seat:
-    """A policy in the controller: its state, and what has gathered since it was last asked."""
+    """A policy in the controller: its state, and news and counts since it was last asked."""
 
     def __init__(self, policy: Policy, spec: Spec):
         self.policy, self.name = policy, name_of(policy)
@@ -134,7 +134,12 @@ class Seat:
         self.counts: np.ndarray | None = None
 
     def count_step(self, rows: int, seconds: float, counts: np.ndarray | None) -> None:
-        """A step of so many rows was read, so many seconds from the start."""
+        """Counts a step that was read.
+
+        - `rows`: rows of the step.
+        - `seconds`: from the start until it was read.
+        - `counts`: int32[L, E], rows routed to each expert.
+        """
         self._passed["steps"] += 1
         self._passed["tokens"] += rows
         self._passed["seconds"] = seconds
@@ -142,7 +147,7 @@ class Seat:
             self.counts = counts if self.counts is None else self.counts + counts
 
     def pass_interval(self) -> bool:
-        """Whether the number of whole intervals is another one than before; it is taken on."""
+        """Whether an interval has passed since the last call."""
         (count, unit), before = self._every, self.intervals
         self.intervals = int(self._passed[unit] // count)
         return self.intervals > before
@@ -154,14 +159,16 @@ class Seat:
 
 
 class Controller:
-    """Feeds observations to policies and holds what they decided until a step takes it.
+    """Shows observations to policies and holds their decisions until a step takes them.
 
-    A Control calls, for each step, begin_step and stages before it is made, and end_step once it
-    was read, and carries out the `changes`; with driver="host" also between_layers. Several steps
+    For each step a Control calls begin_step and stages before the step is made, and end_step once
+    it was read; with driver="host" also between_layers. It carries out the `changes`. Several steps
     may be under way: transfers are matched by step number.
 
-    listener: called with each event. Raises PolicyError for policies that cannot run; the methods
-    that ask a policy raise it for a decision that cannot be carried out.
+    - `listener`: called with each event.
+
+    Raises PolicyError for policies that cannot run. Methods that ask a policy raise it for a
+    decision that cannot be carried out.
     """
 
     def __init__(
@@ -174,10 +181,10 @@ class Controller:
         check_policies(policies, spec.driver)
         check_search(policies, spec.driver, len(spec.version_bytes))
         self.search: MapSearch | None = search_of(policies)
-        """How decode steps search expert maps; None: they do not."""
+        """The search of expert maps in decode steps; None without one."""
         self.spec, self.listener = spec, listener
         self.moments: frozenset[Moment] = frozenset().union(*(p.moments for p in policies))
-        """At which some policy is asked; where there are none, a step has nothing to call."""
+        """Moments at which a policy is asked; without any, steps need no Control."""
         self.needs: frozenset[str] = frozenset().union(*(p.needs for p in policies))
         self.writes: frozenset[str] = frozenset().union(*(p.writes for p in policies))
         for missing in ("costs", "router"):
@@ -185,13 +192,13 @@ class Controller:
                 who = next(name_of(p) for p in policies if missing in p.needs)
                 raise PolicyError(f"policy {who} needs {missing!r}, which this Spec does not have")
         self.tables: Residency | None = None
-        """The newest copy of the device's tables, as the next step will find them."""
+        """The newest copy of the device's tables, with the decisions since then."""
         self.wanted_cells: np.ndarray | None = None
-        """int32[L] that a policy wants and that the engine has not carried out yet."""
+        """int32[L]: cells that a policy wants and the engine has not granted yet."""
         self.wanted_kv_pages: int | None = None
         self.max_running: int | None = None
         self.budget_deferred = 0
-        """How often a budget had to wait, since KV in use was in the way."""
+        """How often a budget had to wait because KV in use was in the way."""
         self._contents: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
@@ -201,14 +208,14 @@ class Controller:
             check_pool(policies, spec)
             self.moments |= {Moment.EXPERTS_BEGIN}
         self.staging = (Transitions if spec.resident else kind)(spec, self._log)
-        """Transfers from being wanted on; a Control forgets steps there."""
+        """The wanted transfers and their life. A Control forgets failed steps there."""
         self.changes = self.staging.changes
-        """What policies decided that the device was not told yet: TABLE_FIELDS, where every expert
-        is resident also `cell_row` and `cell_version`, which the device never changes; cells that
-        move; rows of the store of expert maps."""
+        """Changes that the device does not have yet: contents of TABLE_FIELDS, moves of cells, rows
+        of the store of expert maps. If every expert is resident, also `cell_row` and
+        `cell_version`, which the device never changes."""
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
-        """int64[len(USES)] of the step that was read last."""
+        """int64[len(USES)]: StepRecord.use of the step that was read last."""
         self._assigned: Assigned | None = None
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
@@ -218,16 +225,17 @@ class Controller:
 
     @property
     def transitions(self) -> Transitions | None:
-        """Where every expert is resident: who has the experts' slots."""
+        """The transitions, which book experts' slots, if every expert is resident; else None."""
         return self.staging if isinstance(self.staging, Transitions) else None
 
     @property
     def pool(self) -> PooledStaging | None:
-        """Where the cells of all layers are one pool: who hands them over."""
+        """The staging that passes cells from layer to layer, if all cells are one pool; else
+        None."""
         return self.staging if isinstance(self.staging, PooledStaging) else None
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
-        """What policies that are asked at some of these moments need there."""
+        """Returns the fields that policies need at these moments."""
         asked = (seat.policy for seat in self._seats if seat.policy.moments & moments)
         return frozenset(
             need for policy in asked for need in policy.needs if moments_with(need) & moments
@@ -248,24 +256,24 @@ class Controller:
         return not self.needs.isdisjoint(LinkUse._fields)
 
     def assigned(self, layer: int) -> Assigned | None:
-        """What this step's policies decided of the layer so far; None: nothing."""
+        """Returns the assignment of a layer's experts by this step's policies; None without one."""
         assigned = self._assigned
         return assigned if assigned is not None and assigned.layer == layer else None
 
     # ---- a step
 
     def see(self, tables: Residency) -> None:
-        """Takes a newer copy of the device's tables; what was decided since then overrides it."""
+        """Takes a newer copy of the device's tables. Decided contents override it."""
         self.tables = tables._replace(**self._contents)
 
     def begin_step(self, step: int, *, seconds: float) -> None:
-        """STEP_BEGIN, before the step is made."""
+        """Asks policies at STEP_BEGIN, before the step is made."""
         self._assigned = None
         self._ask_all(Shown(Moment.STEP_BEGIN, step, seconds))
 
     def stages(self, step: int) -> list[Entry]:
-        """The list of transfers for the step, at most spec.stage_entries; they are in flight until
-        end_step or forget."""
+        """Returns the step's list of transfers, at most spec.stage_entries. They are in flight
+        until end_step or forget."""
         if self.tables is None or not self.stages_transfers:
             return []
         if self.pool is not None:
@@ -273,7 +281,7 @@ class Controller:
         return self.staging.entries(step, self.tables)
 
     def settle_budget(self, done: bool) -> None:
-        """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
+        """Notes whether wanted_cells and wanted_kv_pages were carried out; otherwise they wait."""
         if done:
             self.wanted_cells = self.wanted_kv_pages = None
         else:
@@ -282,8 +290,12 @@ class Controller:
     def end_step(
         self, record: StepRecord, *, age: int, seconds: float, tables: Residency | None = None
     ) -> None:
-        """A step was read: STEP_END, then INTERVAL and TURN_END as they are due. tables: after the
-        step, needed if needs_residency."""
+        """Asks policies after a step was read: at STEP_END, then at INTERVAL and TURN_END if due.
+
+        - `age`: steps that were dispatched after this one.
+        - `seconds`: from the start until the step was read.
+        - `tables`: after the step, needed if needs_residency.
+        """
         if tables is not None:
             self.see(tables)
         step = record.number
@@ -326,13 +338,15 @@ class Controller:
         done: np.ndarray | None = None,
         link: LinkUse | None = None,
     ) -> list[Entry]:
-        """A moment inside a step that runs layer by layer; returns transfers to carry out right
-        now, before anything else of the step.
+        """Asks policies at a moment inside a step that runs layer by layer. Returns transfers to
+        carry out now, before the rest of the step.
 
-        rows: of the step. routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if
-        needs_residency. done int32[S]: for the list returned last, 1 for each entry that was
-        carried out; None if that was settled or empty. link: as it is now, where a policy needs
-        it.
+        - `rows`: rows of the step.
+        - `routing`: of the layer, at ROUTED and EXPERTS_BEGIN.
+        - `tables`: present tables, needed if needs_residency.
+        - `done`: int32[S], 1 for each entry of the last list that was carried out; None if that
+          list was settled or empty.
+        - `link`: present state of the link, if a policy needs it.
         """
         if tables is not None:
             self.see(tables)
@@ -357,20 +371,24 @@ class Controller:
         return self.staging.entries(step, self.tables, between_layers=True)
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
-        """The list that between_layers returned last was carried out, done int32[S]. Returns
-        whether it had entries."""
+        """Books the list that between_layers returned last.
+
+        - `done`: int32[S], 1 for each entry that was carried out.
+
+        Returns whether the list had entries.
+        """
         settled = self.staging.settle_between_layers(done)
         self._hand_over()
         return settled
 
     def finish(self) -> None:
-        """The run ends: transfers that were never used are logged as such."""
+        """Ends the run, and logs transfers that were never used."""
         self.staging.finish()
         self._hand_over()
 
     def stats(self) -> dict[str, Any]:
-        """Plain data. transfers: by cause, see staging.COUNTS; bytes are those carried out. said:
-        what policies say of themselves, those that have a method `stats` of their state."""
+        """Returns statistics as plain data. `transfers` has transfers.COUNTS by cause. `said` has
+        the results of policies' own method `stats`, called with their state."""
         staging = self.staging
         said = {
             seat.name: say(seat.state)
@@ -456,7 +474,8 @@ class Controller:
         return getattr(tables, need)
 
     def _counts(self, ids: np.ndarray, layer: int | None = None) -> np.ndarray:
-        """int32[L, E] of ids [N, L, k], or [N, 1, k] of one layer."""
+        """Counts rows routed to each expert, int32[L, E], of ids [N, L, k], or [N, 1, k] of one
+        layer."""
         counts = routed_counts(ids, self.spec.experts).astype(np.int32)
         if layer is None:
             return counts
@@ -491,8 +510,8 @@ class Controller:
                 self.staging.want(kind, queue, self.tables)
 
     def _assign(self, decision: Decision, seat: Seat, shown: Shown) -> None:
-        """Takes over what is decided of a layer's active experts. Raises PolicyError where these
-        are not known, or others in number."""
+        """Takes the decisions on a layer's active experts. Raises PolicyError if no layer is
+        routed, or if the number of decisions is not that of the active experts."""
         when = f"policy {seat.name} at {shown.moment.name} of step {shown.step}: "
         if shown.routing is None:
             raise PolicyError(f"{when}no layer is routed whose experts it could give to anyone")
@@ -516,7 +535,7 @@ class Controller:
             self.tables = self.tables._replace(**{field: value})
 
     def _hand_over(self) -> None:
-        """What became of transfers, to the policies that want to know."""
+        """Passes ends and uses of transfers on to the policies that need them."""
         for name in ("finished", "retired"):
             news: list[StagedTransfer] = getattr(self.staging, name)
             if news:

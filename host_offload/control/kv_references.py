@@ -1,4 +1,4 @@
-"""Which KV pages each turn used: the reference stream of KV's miss curve (WiSP, Eq 4).
+"""Records which KV pages each turn used: the reference stream of KV's miss curve (WiSP, Eq 4).
 
 A live decode step touches every page of its own sequences, so a page counts once per turn, and a
 turn is what the paper calls a burst: a request from its prompt to its last token.
@@ -11,23 +11,23 @@ from collections import OrderedDict
 import numpy as np
 
 MOST_TURNS = 100_000
-"""Turns that are followed at once; requests that were aborted are forgotten in the end."""
+"""Most turns that are followed at once, so that aborted requests are forgotten in the end."""
 
 
 class KVReferences:
-    """Follows the token rows of steps. Needs nothing but what a trace has, so that engine and
-    simulator get the same.
+    """Follows the token rows of steps. It needs only what a trace has, so engine and simulator get
+    the same references.
 
-    page_tokens: tokens of a page.
+    - `page_tokens`: tokens of a page.
     """
 
     def __init__(self, page_tokens: int):
         self.page_tokens = page_tokens
         self._turns: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Request → (its session, or −1 − request; tokens whose KV it has)."""
+        """(session, or −1 − request; tokens with KV) of each request."""
 
     def see(self, request: np.ndarray, user: np.ndarray, position: np.ndarray) -> None:
-        """The rows of a step, int32[N] each, as in an Observation."""
+        """Takes the rows of a step, int32[N] each, as in an Observation."""
         numbers, first, place = np.unique(request, return_index=True, return_inverse=True)
         ends = np.zeros(len(numbers), np.int64)
         np.maximum.at(ends, place, position + 1)
@@ -39,8 +39,8 @@ class KVReferences:
             self._turns.popitem(last=False)
 
     def end(self, request: int) -> np.ndarray:
-        """int64[R, 2] of a turn that ended: its session, or −1 − request without one, and the
-        places of its pages in the sequence. Pages that it shares with others are its own here."""
+        """Ends a turn. Returns int64[R, 2], its pages: (session, or −1 − request without one; place
+        in the sequence). Pages shared with other requests count as its own."""
         owner, tokens = self._turns.pop(request, (-1 - request, 0))
         pages = np.arange(-(-tokens // self.page_tokens), dtype=np.int64)
         return np.stack([np.full_like(pages, owner), pages], axis=1)

@@ -1,4 +1,4 @@
-"""Two versions where experts are paged: each layer has some high and some low cells, and misses."""
+"""Paged experts in two versions: each layer has some cells of the high and some of the low one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.layout import SlotLayout
 
 HI_SHARE = 0.5
-"""Share of the experts' slots that is cut into high cells, where none is given."""
+"""Default share of the experts' slots that is cut into high cells."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedSpec:
     """The cells of each layer, and the version in which each expert is computed when it is missed.
 
-    A miss fills a cell of its fill version or, where the layer has none to give, is read through
-    in that version. So which version a step computes with follows from the tables alone.
+    A miss fills a cell of its fill version, or is read through in that version if the layer has no
+    such cell to give. So the tables alone decide in which version a step computes an expert.
     """
 
     cells: np.ndarray
-    """int64[L, V]: cells of each version; they stay as they are."""
+    """int64[L, V]: cells of each version, which never change."""
     fill_version: np.ndarray
-    """int8[L, E]: at the start."""
+    """int8[L, E]: each expert's fill version at the start."""
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """By version number: cells of all layers together."""
+        """Cells of all layers together, by version number."""
         return tuple(self.cells.sum(axis=0).tolist())
 
     @property
@@ -42,13 +42,13 @@ class PagedSpec:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As a trace's header says it, for read_paged."""
+        """The spec as JSON for a trace's header; read_paged reads it."""
         return {name: array.tolist() for name, array in vars(self).items()}
 
 
 def read_paged(said: Mapping[str, Any] | None) -> PagedSpec | None:
-    """What PagedSpec.said gave, back from JSON. Raises KeyError, TypeError or ValueError for
-    anything else."""
+    """Reads PagedSpec.said back from JSON. Raises KeyError, TypeError or ValueError for anything
+    else."""
     if said is None:
         return None
     cells = np.array(said["cells"], np.int64)
@@ -58,11 +58,13 @@ def read_paged(said: Mapping[str, Any] | None) -> PagedSpec | None:
 def version_cells(
     layout: SlotLayout, slots: int, layers: int, experts: int, hi_share: float | None = None
 ) -> np.ndarray:
-    """int64[L, 2]: high and low cells of each layer, as even as can be, in so many slots.
+    """Shares slots evenly among the layers as high and low cells.
 
-    hi_share: share of the slots that is cut into high cells (default HI_SHARE). No layer has more
-    cells of a version than experts; what one version cannot use the other gets. Raises ValueError
-    for other than two versions.
+    No layer has more cells of a version than experts; the other version gets what is left.
+
+    - `hi_share`: share of the slots that is cut into high cells (default HI_SHARE).
+
+    Returns int64[L, 2]. Raises ValueError for other than two versions.
     """
     if len(layout.records) != 2:
         raise ValueError(f"pages mix two versions, not {len(layout.records)}")

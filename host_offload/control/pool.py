@@ -69,10 +69,13 @@ class PooledStaging(Staging):
     def look(
         self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
     ) -> None:
-        """What holds for the lists that are made next. tables: those that `entries` will be given,
-        changed here as cells are handed over. layer: of the step whose experts are computed next.
-        active: bool[E], those of them that it needs, where that is known; room: it gets cells for
-        those that are missing."""
+        """Sets the state of the step for the lists that are made next.
+
+        - `tables`: the tables that `entries` will get; changed here if cells are handed over.
+        - `layer`: the layer whose experts are computed next.
+        - `active`: bool[E], experts that the layer needs; None: not known yet.
+        - `room`: whether the layer gets cells for its missing experts.
+        """
         self._step, self._layer, self._room = step, layer, False
         self._active = np.zeros(self.spec.experts, bool) if active is None else active
         if room:
@@ -143,8 +146,8 @@ class PooledStaging(Staging):
         return worth
 
     def _best(self, tables: Residency, worth: np.ndarray, layer: int) -> tuple[int, int] | None:
-        """(layer, cell) of the first to give away; only of this layer, if it can have no more
-        cells."""
+        """Returns (layer, cell) of the cell to give away first; of this layer only, if it can have
+        no more cells. None without one."""
         if np.all(tables.cell_row[layer] >= 0):
             worth = np.where(np.arange(len(worth))[:, None] == layer, worth, _NEVER)
         place = np.unravel_index(int(np.argmin(worth)), worth.shape)

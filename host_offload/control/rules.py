@@ -1,4 +1,4 @@
-"""What the controller refuses: policies that cannot run together, decisions that mean nothing."""
+"""Checks policies before they run, and the decisions that they make."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
     "host": frozenset(Moment),
     "stream": frozenset(),
 }
-"""Driver → the moments it has."""
+"""The moments of each driver."""
 
 OF_LAYER = ("execute", "load_order")
-"""Those of one layer's active experts, decided between its routing and its experts."""
+"""Fields of a Decision on one layer's active experts, set between its routing and its experts."""
 
 _IN_STEP = {
     **{seen: _EMBEDDED for seen, field in SEEN.items() if field in StepRows._fields},
     **{seen: _ROUTED for seen, field in SEEN.items() if field in LayerRouting._fields},
     "counts": _ROUTED,
 }
-"""Fields that are known while a step is made → the moments that have them then."""
+"""The moments inside a step at which fields of an Observation are known, by field."""
 
 
 def moments_with(field: str) -> frozenset[Moment]:
-    """The moments at which an Observation can have the field."""
+    """Returns the moments at which an Observation can have the field."""
     if field in _IN_STEP:
         return STEP_READ | _IN_STEP[field]
     if field == "kv_refs":
@@ -61,12 +61,12 @@ def moments_with(field: str) -> frozenset[Moment]:
 
 
 def wants_pool(policy: Any) -> bool:
-    """Its optional attribute `pool`."""
+    """Whether a policy wants the cells of all layers in one pool (its attribute `pool`)."""
     return bool(getattr(policy, "pool", False))
 
 
 def check_pool(policies: Sequence[Policy], spec: Spec) -> None:
-    """Raises PolicyError for policies that cannot run where cells are of one pool."""
+    """Raises PolicyError for policies that cannot run if all cells are one pool."""
     refuse_writes(policies, ("cells",), "cells are of one pool, no layer's own; leave one out")
     if len(spec.version_bytes) > 1 or spec.resident is not None:
         who = next(name_of(policy) for policy in policies if wants_pool(policy))
@@ -77,15 +77,17 @@ def check_pool(policies: Sequence[Policy], spec: Spec) -> None:
 
 
 def search_of(policies: Sequence[Policy]) -> MapSearch | None:
-    """How decode steps search expert maps, by the policy's optional attribute `search`; None: no
-    policy has them do so. At most one writes `map_rows`."""
+    """Returns the search of expert maps that a policy has in its attribute `search`; None if no
+    policy has one. At most one policy writes `map_rows`."""
     found = (getattr(policy, "search", None) for policy in policies)
     return next((search for search in found if search is not None), None)
 
 
 def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> None:
-    """Raises PolicyError for a policy that has compiled steps search expert maps where none can.
-    versions: of the experts."""
+    """Raises PolicyError for a policy with a `search` that the steps cannot run.
+
+    - `versions`: number of versions of the experts.
+    """
     for policy in policies:
         if search_of([policy]) is None:
             continue
@@ -100,15 +102,18 @@ def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> 
 
 
 def name_of(policy: Any) -> str:
-    """Its class, or that of the policy whose decisions it takes again (policies.recorded)."""
+    """Returns the name of a policy's class, or of the policy that it repeats
+    (policies.recorded)."""
     return getattr(policy, "policy_name", type(policy).__name__)
 
 
 def check_policies(policies: Sequence[Policy], driver: str) -> None:
-    """Raises PolicyError for what cannot run, before anything is loaded: not a frozen dataclass, an
-    unknown name, a moment that the driver does not have (naming one that has it), a need or write
-    that none has, a need that none of the policy's moments gives, two policies that write one
-    field."""
+    """Raises PolicyError for policies that cannot run, before anything is loaded.
+
+    It refuses a policy that is not a frozen dataclass, an unknown driver, a moment that the driver
+    does not have, unknown names in `needs` or `writes`, a need that none of the policy's moments
+    gives, and two policies that write one field.
+    """
     if driver not in MOMENTS:
         raise PolicyError(f"unknown driver {driver!r}; known: {', '.join(MOMENTS)}")
     writers: dict[str, str] = {}
@@ -168,7 +173,8 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
 
 
 def check_form(policy: Any) -> str:
-    """The policy's name. Raises PolicyError for what is no frozen dataclass of the interface."""
+    """Returns the policy's name. Raises PolicyError unless it is a frozen dataclass with the
+    members of the interface."""
     if isinstance(policy, type):
         raise PolicyError(f"{policy.__name__} is a class; give an object, {policy.__name__}()")
     name, params = name_of(policy), getattr(policy, "__dataclass_params__", None)
@@ -211,8 +217,10 @@ def _check_names(
 
 
 def refuse_writes(policies: Sequence[Policy], fields: Sequence[str], why: str) -> None:
-    """Raises PolicyError for a policy that writes one of the fields. why: what the message says
-    behind its name."""
+    """Raises PolicyError for a policy that writes one of the fields.
+
+    - `why`: end of the message, after the policy and the field.
+    """
     for policy in policies:
         for field in fields:
             if field in policy.writes:
@@ -223,7 +231,8 @@ _UNITS = ("steps", "tokens", "seconds")
 
 
 def parse_interval(text: str, policy: str) -> tuple[float, str]:
-    """(count, unit) of "4096 tokens", "16 steps", "0.5 seconds". Raises PolicyError."""
+    """Parses "4096 tokens", "16 steps" or "0.5 seconds" into (count, unit). Raises PolicyError for
+    another text."""
     number, _, unit = str(text).partition(" ")
     try:
         count = float(number)
@@ -239,11 +248,13 @@ def parse_interval(text: str, policy: str) -> tuple[float, str]:
 
 
 def check_decision(decision: Any, policy: Policy, spec: Spec | None, when: str) -> Decision:
-    """The decision with arrays copied into the interface's dtypes and duplicates dropped.
+    """Checks a decision. Returns it with arrays of the interface's dtypes, and without duplicates.
 
-    when: for messages, such as "STEP_END of step 7". spec: None checks only what needs none. Raises
-    PolicyError, naming the policy, for a field it does not write, a wrong type or shape, a value
-    out of range.
+    - `spec`: None checks only fields that need no spec.
+    - `when`: moment for messages, such as "STEP_END of step 7".
+
+    Raises PolicyError for a field that the policy does not write, a wrong type or shape, and a
+    value out of range.
     """
     name = name_of(policy)
 
@@ -323,7 +334,7 @@ def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
 
 
 def _of_active(most: int, dtype: type) -> Callable[[Any, Spec, Refuse], np.ndarray]:
-    """The check of a value from 0 to most for each active expert."""
+    """Returns the check of a field with a value from 0 to `most` for each active expert."""
     return lambda value, _, refuse: _array(value, np.shape(value)[:1], 0, most, dtype, refuse)
 
 
@@ -333,7 +344,7 @@ def gives_away(policies: Sequence[Policy]) -> bool:
 
 
 def check_second_processor(policies: Sequence[Policy], spec: Spec) -> None:
-    """Raises PolicyError for a policy that gives experts to a processor that there is not."""
+    """Raises PolicyError for a policy that gives experts away if there is no second processor."""
     if not spec.second_processor:
         refuse_writes(policies, OF_LAYER, "there is no second processor; name a placement")
 
@@ -365,7 +376,7 @@ def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
 
 
 def _is_plain(queue: Sequence, kind: type, limits: tuple[int, int, int]) -> bool:
-    """The queue needs no change: no loop over thousands of entries in each step."""
+    """Whether a queue is valid as it is, tested without a loop over thousands of entries."""
     if set(map(type, queue)) != {kind}:
         return False
     layers, experts, _ = columns = [[entry[i] for entry in queue] for i in range(3)]

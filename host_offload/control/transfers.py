@@ -71,7 +71,7 @@ class TransferLedger(abc.ABC):
         self._bytes = [b.tolist() for b in spec.version_bytes.values()]
         """Bytes of an expert in a cell, by version and layer."""
         self._moved = [b.tolist() for b in spec.link_bytes.values()]
-        """The same, over the link: fewer where experts are decoded on the way."""
+        """Bytes of an expert over the link, likewise; fewer if experts are decoded on the way."""
         self._queues: dict[str, dict[tuple[int, int], Wanted]] = {kind: {} for kind in kinds}
         self.paused = False
         self.capacity: int | None = None
@@ -206,8 +206,10 @@ class TransferLedger(abc.ABC):
         return False
 
     def record_transfers(self, step: int, entries: np.ndarray) -> None:
-        """Transfers that a step chose itself, before the layers that they are for: int32[n, 4], the
-        layer, expert and cell of each, and whether it was carried out."""
+        """Records transfers that a step chose itself.
+
+        - `entries`: int32[n, 4], layer, expert and cell of each, and 1 if it was carried out.
+        """
         for layer, expert, cell, done in entries.tolist():
             size = self._moved[0][layer]
             made = StagedTransfer(

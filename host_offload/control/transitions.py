@@ -1,16 +1,16 @@
-"""Changes of version where every expert stays resident (DynaExq, section 3.3): from a wanted queue
-to cells, copies and given-back cells. Host code over numpy.
+"""Changes versions of experts that always stay resident (DynaExq, section 3.3): it turns a wanted
+queue into cells, copies and given-back cells. It is host code over numpy.
 
-The host alone says which cells there are (`cell_row`, `cell_version`): it adds the cell of a new
-copy before the step that carries the copy, and takes the old one away after it. The device says
-where an expert is: the step's stage list flips its entry once the bytes are there. So the host's
-own books are exact once a step was read, and between two reads no entry ever points to a cell that
-it could hand out:
+The host alone decides which cells exist (`cell_row`, `cell_version`). It adds the cell of a new
+copy before the step that makes the copy, and removes the old cell after that step. The device
+decides where an expert is: the step's stage list changes its table entry once the bytes are there.
+So the host's books are exact once a step was read, and at no time does an entry point to a cell
+that the host could give away:
 
-- A cell is given back when the step that flipped the entry was read. Steps run on the device one
-  after the other, and every step dispatched since then began with the flipped entry, so none of
-  them reads the old cell; what is written there later comes behind all of them.
-- Moves within the arena run between two steps and flip entries themselves, so the place that they
+- A cell is given back when the step that changed the entry was read. Steps run on the device one
+  after the other, and every later step began with the new entry, so none of them reads the old
+  cell. Later writes to the cell come after all of them.
+- Moves within the arena run between two steps and change entries themselves, so the place that they
   leave is free at once. Cells of experts in flight are not moved.
 """
 
@@ -59,7 +59,7 @@ class Transitions(TransferLedger):
         assert spec.resident is not None
         self.resident = spec.resident
         self._sizes = [sizes[0] for sizes in self._bytes]
-        """By version: layers share cells."""
+        """Bytes of a cell, by version number; all layers share cells."""
         self.capacity = self.resident.capacity[0]
         self._aimed = self.resident.slots
         """Slots that experts should have. They may have more, which they must give away."""
@@ -76,9 +76,9 @@ class Transitions(TransferLedger):
         self._holder = {int(row): place for place, row in np.ndenumerate(self.cell_row) if row >= 0}
         """Arena row → (layer, cell)."""
         self._peak = self.used_bytes
-        """Most bytes since the slots changed: another budget's peak says nothing about this one."""
+        """Most bytes since the number of slots changed."""
         self._moved_bytes = 0
-        """Before the step that is being made."""
+        """Bytes moved within the arena before the next step."""
         self.keep_free = 0
         """Slots that are wanted for other use: compaction empties this many, if cells allow, and
         transitions leave them free."""
@@ -184,7 +184,7 @@ class Transitions(TransferLedger):
         return entries
 
     def _reserve(self, version: int) -> int | None:
-        """The arena row of a cell of that version."""
+        """Takes a cell of a version. Returns its arena row; None without a free cell or budget."""
         assert self.capacity is not None
         most = self.capacity, *self.resident.capacity[1:]
         if self.pools.count_taken(version) >= most[version] + self.resident.spares:
@@ -196,8 +196,11 @@ class Transitions(TransferLedger):
         return row
 
     def _compact(self, wanting: int | None) -> bool:
-        """Moves cells of another version than the one that wants a cell (None: of any) together, so
-        that a slot becomes free; False where nothing can be moved before this step."""
+        """Moves cells of one version together, so that a slot becomes free. Returns False if
+        nothing can be moved before this step.
+
+        - `wanting`: the version that wants a cell, whose cells stay; None: any may move.
+        """
         flying = self.flying_places()
 
         def movable(row: int) -> bool:
@@ -248,8 +251,8 @@ class Transitions(TransferLedger):
         super()._settle(flight, done)
 
     def forget(self, step: int) -> None:
-        """The step failed on its way to the device, which may have seen a part of it: the tables of
-        the next step that is read tell what of its list was carried out."""
+        """Does nothing for a step that failed during its dispatch. The device may have run a part
+        of it, so the tables of the next step that is read show which transfers were carried out."""
 
     # ---- what there is
 

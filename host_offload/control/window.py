@@ -1,5 +1,5 @@
-"""The window through which the experts of all layers stream, two layers at a time, and where those
-lie that are resident (FluxMoE, arXiv 2026, section 4.2: tensor buffers of exactly two layers;
+"""The window through which the experts of all layers stream, two layers at a time, and the cells of
+resident experts (FluxMoE, arXiv 2026, section 4.2: tensor buffers of exactly two layers;
 shared/papers.md 3.2)."""
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ import dataclasses
 import numpy as np
 
 DENSE, PACKED, HOST = range(3)
-"""Tiers: resident as they are computed, resident and compressed without loss, in the store."""
+"""Tiers of experts: resident and dense, resident and compressed without loss, in the store."""
 
 PAYS_FROM = 0.9
-"""Share of a layer's experts that a step uses from which on moving all of them wastes little."""
+"""If steps use at least this share of a layer's experts, moving all of them wastes little."""
 
 PACKED_VERSION = 1
-"""Version number of packed records; 0: dense ones, or the only version."""
+"""Version number of packed records; dense records have 0."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowSpec:
-    """Which experts have a cell of their own for good, and which pass through the ring.
+    """The experts with a cell of their own, and those that pass through the ring.
 
-    A layer's cells are numbered: expert e has number e of its own, if it is resident; those from E
-    on are the ring's, of which a layer has some or none. The ring is two halves of as many cells as
-    any layer has experts that stream; a step hands the cells of one half from layer to layer
-    (host_offload.memory.tables.hand_over). Where the coming layer waits in memory beside the arena
-    (halves=1), the ring is one half of cells, which go on with every layer. Packed residents have a
-    cell of their own and stream as well, out of it, but where they are computed as they are
-    (direct). Raises ValueError for fewer than three layers, which the window would hold whole, and
-    for packed experts without a size.
+    In each layer, cell e belongs to expert e if it is resident, and cells from E on are the ring's.
+    The ring has two halves, each with as many cells as the most streaming experts of a layer. A
+    step passes the cells of a half from layer to layer (host_offload.memory.tables.hand_over). If
+    the coming layer waits in memory beside the arena (halves=1), the ring is one half, which passes
+    to every layer in turn. Packed residents are decoded from their own cell into the ring, unless
+    they are computed in their packed form (direct).
 
-    All lie in the first rows of the arena, one after the other: the ring, then the dense residents
-    and then the packed ones, expert by expert and of each expert layer by layer, so that the last
-    expert of every layer can go without another one moving.
+    The cells fill the first rows of the arena: the ring, then dense residents, then packed ones,
+    expert by expert, and of each expert layer by layer. So the last expert of every layer can leave
+    while all others keep their places.
+
+    Raises ValueError for fewer than three layers, which the window would hold whole, and for packed
+    experts without a size.
     """
 
     tier: np.ndarray
@@ -42,7 +43,7 @@ class WindowSpec:
     record_rows: int
     """Arena rows of a cell of the ring, and of a dense resident's."""
     packed_rows: int = 0
-    """Those of a packed resident; 0: there are none."""
+    """Arena rows of a packed resident's cell; 0: there are none."""
     direct: bool = False
     """Packed residents are computed from their packed records, in registers, and do not stream."""
     halves: int = 2
@@ -72,7 +73,7 @@ class WindowSpec:
 
     @property
     def streams(self) -> np.ndarray:
-        """bool[L, E]: who passes through the ring."""
+        """bool[L, E]: experts that pass through the ring."""
         return (self.tier == HOST) | ((self.tier == PACKED) & (not self.direct))
 
     @property
@@ -82,21 +83,20 @@ class WindowSpec:
 
     @property
     def rows(self) -> int:
-        """Arena rows of all cells, all that experts ever have: the paper's `C_exp`,
-        x·P_total + κ·y·P_total and two layers of what streams (one, of a ring of one half)."""
+        """Arena rows of all cells. This is the paper's `C_exp`: x·P_total + κ·y·P_total and two
+        layers of streaming experts (one layer, if the ring is one half)."""
         dense, packed, _ = self.placement.sum(axis=0).tolist()
         ring = self.halves * self.half
         return (ring + dense) * self.record_rows + packed * self.packed_rows
 
     @property
     def staged_rows(self) -> int:
-        """Rows of memory beside the arena in which what the coming layer gets from the host
-        waits."""
+        """Rows of memory beside the arena for the coming layer's records from the host."""
         return (2 - self.halves) * int(self.placement[:, HOST].max()) * self.record_rows
 
     @property
     def slots(self) -> int:
-        """Slots that those rows are in."""
+        """Slots that hold `rows`."""
         return -(-self.rows // self.slot_rows)
 
     @property
@@ -109,8 +109,8 @@ class WindowSpec:
         return 2 * self.experts
 
     def contents(self) -> dict[str, np.ndarray]:
-        """Tables of a start, int32. The first layer is in one half of the ring; the other one is
-        the last layer's, where nothing is. So is the only one of a ring of one half."""
+        """Returns contents of tables at the start, int32. The first layer is in one half of the
+        ring. The other half, or the only one, belongs to the last layer and is empty."""
         shape, experts, half = (self.layers, self.experts), self.experts, self.half
         cell_row = np.full((self.layers, self.cell_bound), -1, np.int32)
         owner, cell_version = cell_row.copy(), np.zeros_like(cell_row)
@@ -144,13 +144,13 @@ class WindowSpec:
         }
 
     def seats(self, layer: int) -> list[tuple[int, int]]:
-        """(expert, arena row) of a layer's experts that stream, in a ring of one half: where
-        host_offload.memory.tables.seat_absent puts them."""
+        """Returns (expert, arena row) of a layer's streaming experts in a ring of one half, as
+        host_offload.memory.tables.seat_absent places them."""
         there = np.flatnonzero(self.streams[layer]).tolist()
         return [(expert, i * self.record_rows) for i, expert in enumerate(there)]
 
     def residents(self) -> tuple[np.ndarray, np.ndarray]:
-        """(arena row, version) int32[L, E] of those with a cell of their own; row −1: it has
+        """Returns (arena row, version), int32[L, E], of experts' own cells; row −1: the expert has
         none."""
         contents = self.contents()
         own = slice(0, self.experts)
@@ -158,9 +158,13 @@ class WindowSpec:
 
 
 def tiers_of(placement: np.ndarray) -> np.ndarray:
-    """int8[L, E] with so many experts of each layer in each tier, int[L, 3]: the dense ones first,
-    then the packed ones. Nothing says which are worth more, where all of a layer are there before
-    it runs."""
+    """Assigns tiers to experts in the order of their ids: dense ones first, then packed ones. The
+    order does not matter, since all experts of a layer are there before it runs.
+
+    - `placement`: int[L, 3], experts of each layer in each tier.
+
+    Returns int8[L, E].
+    """
     experts = int(placement[0].sum())
     ends = placement[:, :HOST].cumsum(axis=1)
     return (np.arange(experts) >= ends[:, :, None]).sum(axis=1).astype(np.int8)
