@@ -514,7 +514,7 @@ class Controller:
         routed, or if the number of decisions is not that of the active experts."""
         when = f"policy {seat.name} at {shown.moment.name} of step {shown.step}: "
         if shown.routing is None:
-            raise PolicyError(f"{when}no layer is routed whose experts it could give to anyone")
+            raise PolicyError(f"{when}it may give experts only to a layer that is routed")
         active = np.flatnonzero(routed_counts(shown.routing.ids, self.spec.experts)[0])
         beside, order = np.zeros(self.spec.experts, bool), np.zeros(self.spec.experts, np.int32)
         if self._assigned is not None and self._assigned.layer == shown.layer:

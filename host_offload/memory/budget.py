@@ -170,7 +170,7 @@ def _in_place(budget: Budget) -> Budget:
         slots=budget.slots - experts,
         expert_slots=0,
         in_place=experts,
-        notes=(f"{first}, where they lie in the store: one copy", *notes),
+        notes=(f"{first}, one copy, read in place from the store", *notes),
     )
 
 

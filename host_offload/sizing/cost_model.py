@@ -176,7 +176,7 @@ class CostModel:
         """Makes a model of plain data. Raises CostError for data that is no cost model, of another
         version, or without a figure."""
         if not isinstance(found, Mapping) or found.get("format") != FORMAT:
-            raise CostError("these are no costs of moejax")
+            raise CostError("not a file of costs")
         if found.get("version") != VERSION:
             raise CostError(
                 f"costs of version {found.get('version')}, this moejax reads {VERSION}; calibrate "
@@ -191,7 +191,7 @@ class CostModel:
                 figures["cpu_expert"] = tuple(map(float, figures["cpu_expert"]))
             return cls(**figures, about=dict(found["about"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CostError(f"costs without a figure, or with one too many ({error})") from error
+            raise CostError(f"fields are missing or unknown ({error})") from error
 
 
 @dataclasses.dataclass(frozen=True)

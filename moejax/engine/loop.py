@@ -262,7 +262,7 @@ class Engine:
         """
         with self.undisturbed():
             if self.tracer is not None:
-                raise ValueError("a trace is of one run's policies; close it first")
+                raise ValueError("a trace records one run; close it first")
             check_one_version(self.runner)
             kv_slots = self.scheduler.arena.count(SlotClass.KV)
             self.set_budget(cells_per_layer, kv_slots)

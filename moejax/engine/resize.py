@@ -243,7 +243,7 @@ class ResidentResizer(ArenaResizer):
             raise ValueError("layers have no cells of their own where every expert is resident")
         least = self.transitions.resident.least_slots()
         if kv_wanted < 0 or (left := self.scheduler.arena.slots - kv_wanted) < least:
-            raise ValueError(f"{kv_wanted} KV slots leave {left} for experts, who need {least}")
+            raise ValueError(f"{kv_wanted} KV slots leave {left} for experts, which need {least}")
 
     def _move(self, wanted: list[int], kv_wanted: int) -> None:
         arena, transitions = self.scheduler.arena, self.transitions

@@ -270,7 +270,7 @@ class LLM:
         params = self._sampling if sampling_params is None else sampling_params
         asked = GenerationRequest(prompt, params, session_id, priority)
         if params.n > 1:
-            raise UserError("a stream is of one sequence; use generate() for n > 1")
+            raise UserError("stream() gives one sequence; use generate() for n > 1")
         encoded = self.encoder(prompt)
         with self._hold() as engine:
             engine.check(encoded[1], params, session_id=session_id)

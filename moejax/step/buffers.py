@@ -69,7 +69,7 @@ class Buffers:
             if self.memory is not None:
                 for failure in self.memory.failures(int(self.memory.token()[1])):
                     log.warning(
-                        "expert %d of layer %d could not be read in a step that nobody read: %s",
+                        "expert %d of layer %d could not be read in a step without results: %s",
                         *(failure.expert, failure.layer, failure.message),
                     )
             for array in jax.tree.leaves(mine):

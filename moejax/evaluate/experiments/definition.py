@@ -95,7 +95,7 @@ def _list_of(read: Reader) -> Reader:
     def read_all(value: Any) -> tuple[Any, ...]:
         found = tuple(map(read, value if isinstance(value, list | tuple) else [value]))
         if len(set(found)) < len(found):
-            raise ValueError(f"names something twice: {shown(value)}")
+            raise ValueError(f"has a value twice: {shown(value)}")
         return found
 
     return read_all
@@ -483,7 +483,7 @@ def check_experiment(asked: Experiment) -> None:
     for one, others in MEANINGLESS.items():
         for name in others if getattr(asked, one) else ():
             if (getattr(asked, name) or KEYS[name].default) != KEYS[name].default:
-                raise UserError(f"{name} says nothing beside {one}; leave one of them out")
+                raise UserError(f"{name} has no effect beside {one}; leave one of them out")
     for is_wrong, message in _conflicts(asked):
         if is_wrong:
             raise UserError(message)

@@ -135,7 +135,7 @@ class ResultFile:
                 raise not_a_result(place) from None
             if key in self.keys:
                 raise UserError(
-                    f"{place}: this result is there twice; take one out, or start anew with "
+                    f"{place}: this result appears twice; remove one, or start anew with "
                     "--overwrite"
                 )
             self.keys.add(key)
@@ -215,5 +215,5 @@ def _open_output(output: str, flags: int) -> int:
                 time.sleep(0.05)
                 continue
             else:
-                reason = f"it is a pipe that nobody reads for {READER_S:.0f} s; start its reader"
+                reason = f"it is a pipe without a reader for {READER_S:.0f} s; start its reader"
             raise UserError(f"cannot open {output} for writing: {reason}") from error

@@ -109,7 +109,7 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
         check_split(spec, steps, split.cells, split.kv_slots)
     except UserError as error:
         log.warning("the workload that is remembered does not split the memory: %s", error)
-        note = f"{rule}; the workload that is remembered was of no use: {error}"
+        note = f"{rule}; the remembered workload could not be used: {error}"
         return had._replace(note=note)
     return split._replace(note=f"split: by the remembered workload {directory}: {split.note}")
 

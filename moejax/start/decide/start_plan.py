@@ -417,7 +417,8 @@ def _result_notes(steps: StepSpec) -> list[str]:
     if delta is not None:
         notes.append(
             f"cache_aware_routing {delta:g} CHANGES OUTPUTS: a missing expert loses {delta:g} of "
-            "its score where routers choose, so tokens and logits depend on who is resident, that "
-            "is on budget, policies and what else runs; they are not those of full residency"
+            "its score where routers choose, so tokens and logits depend on which experts are "
+            "resident, that is on budget, policies and what else runs; they are not those of full "
+            "residency"
         )
     return notes

@@ -78,12 +78,12 @@ def broken(**figures):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([], "no costs of moejax"),
-        ({"format": "moejax-trace", "version": 1}, "no costs of moejax"),
+        ([], "not a file of costs"),
+        ({"format": "moejax-trace", "version": 1}, "not a file of costs"),
         (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 5; calibrate again"),
-        (broken(control=...), "without a figure.*control"),
-        (broken(extra=1), "one too many.*extra"),
-        (broken(decode={"8": {"step": 1}}), "without a figure"),
+        (broken(control=...), "missing or unknown.*control"),
+        (broken(extra=1), "missing or unknown.*extra"),
+        (broken(decode={"8": {"step": 1}}), "missing or unknown"),
         (broken(decode={"x": vars(MODEL.prefill)}), "invalid literal"),
         (broken(cpu_expert=[1, "slow"]), "could not convert"),
     ],

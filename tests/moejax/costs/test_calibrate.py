@@ -63,9 +63,9 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
     ("text", "message"),
     [
         ("", "damaged: it is no JSON.*calibrate --force"),
-        ("[]", "no costs of moejax; delete it"),
+        ("[]", "not a file of costs"),
         (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 5"),
-        (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
+        (json.dumps(MODEL.to_json() | {"figures": {}}), "missing or unknown"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text, message):

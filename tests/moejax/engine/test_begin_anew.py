@@ -36,7 +36,7 @@ def test_what_cannot_begin_anew_says_so(engine):
         engine.engine.begin_anew(spec, [], [99] * LAYERS)
     engine.engine.tracer = object()
     try:
-        with pytest.raises(ValueError, match="a trace is of one run's policies"):
+        with pytest.raises(ValueError, match="a trace records one run"):
             engine.engine.begin_anew(spec, [], cells)
     finally:
         engine.engine.tracer = None

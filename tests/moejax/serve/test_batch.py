@@ -405,7 +405,7 @@ def test_results_of_another_job_are_refused(tmp_path):
         run(changed, output)
     assert output.read_bytes() == whole
     output.write_bytes(whole + whole.splitlines(keepends=True)[2])
-    with pytest.raises(UserError, match="line 8: this result is there twice"):
+    with pytest.raises(UserError, match="line 8: this result appears twice"):
         run(source, output)
 
 
@@ -767,7 +767,7 @@ def test_an_output_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):
     source.write_text('{"prompt": "x"}\n')
     os.mkfifo(pipe)
     with (
-        pytest.raises(UserError, match="a pipe that nobody reads"),
+        pytest.raises(UserError, match="a pipe without a reader"),
         open_job(Job(str(source), str(pipe))),
     ):
         pass

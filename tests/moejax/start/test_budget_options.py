@@ -78,7 +78,7 @@ def test_memory_is_split_by_what_is_remembered(tmp_path):
     trace = read_trace(kept)
     remember(trace)
     assert planned().budget.notes[-1] == (
-        rule + "the workload that is remembered was of no use: costs of this start were not "
+        rule + "the remembered workload could not be used: costs of this start were not "
         "measured: `moejax calibrate`"
     )
     assert planned().cells == plain.cells
