@@ -144,7 +144,7 @@ class Lookahead:
 
         - `x`: [R, D], the embeddings.
 
-        Returns (memory, int32[distance, 4, S] as of `fetch`).
+        Returns (memory, int32[distance, 4, S], as `fetch` gives them).
         """
         found = self.arrays.nearest_embedding(x.astype(jnp.float16), jnp)
 
