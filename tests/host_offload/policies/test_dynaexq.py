@@ -370,7 +370,7 @@ def test_maps_that_are_none_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             precision_of(f"map={path}")
     np.save(path, np.zeros((2, 2), int))
-    with pytest.raises(ValueError, match="hi_share means nothing to precision 'map'"):
+    with pytest.raises(ValueError, match="precision 'map' takes no hi_share"):
         precision_of(f"map={path},hi_share=0.5")
     with pytest.raises(
         ValueError, match="the map is of 2 layers × 2 experts, this model has 3 × 2"

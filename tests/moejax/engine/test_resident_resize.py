@@ -70,7 +70,7 @@ def test_versions_and_slots_move_at_once(tmp_path):
         engine.control.after_dispatch = watched
         run(llm, mixed_jobs())
         stats, moved = llm.stats()["precision"], engine.resizer.stats()
-        with pytest.raises(PolicyError, match="for experts, who need"):
+        with pytest.raises(PolicyError, match="for experts, which need"):
             engine.resizer.move(None, arena.slots * arena.layout.pages_per_slot)
         with pytest.raises(PolicyError, match="layers have no cells of their own"):
             engine.resizer.move(np.ones(4, np.int32), None)
