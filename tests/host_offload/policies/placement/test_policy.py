@@ -221,7 +221,7 @@ def test_there_is_nobody_to_give_experts_to():
         moments={Moment.ROUTED, Moment.STEP_BEGIN},
         writes={"execute"},
     )
-    with pytest.raises(PolicyError, match="no layer is routed"):
+    with pytest.raises(PolicyError, match="only to a layer that is routed"):
         Controller(told(), [policy]).begin_step(0, seconds=0.0)
 
 
