@@ -117,9 +117,14 @@ class Fields:
             )
         return name
 
-    def heads(self, default: int, default_kv: int | None, *, hidden: int) -> dict[str, int]:
-        """hidden_size, num_attention_heads, num_key_value_heads and head_dim (hidden_size // heads
-        if absent). hidden: the family's default."""
+    def heads(
+        self, default: int, default_kv: int | None, *, hidden: int, head_dim: int | None = None
+    ) -> dict[str, int]:
+        """hidden_size, num_attention_heads, num_key_value_heads and head_dim.
+
+        - `default`, `default_kv`, `hidden`, `head_dim`: the family's defaults. head_dim None:
+          hidden_size // num_attention_heads.
+        """
         hidden = self.integer("hidden_size", hidden)
         heads = self.integer("num_attention_heads", default)
         kv = self.optional_integer("num_key_value_heads", default_kv) or heads
@@ -127,8 +132,11 @@ class Fields:
             raise self.refuse(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv})"
             )
-        derived = not self.has("head_dim")
-        head_dim = hidden // heads if derived else self.integer("head_dim", 0)
+        derived = head_dim is None and not self.has("head_dim")
+        if self.has("head_dim"):
+            head_dim = self.integer("head_dim", None)
+        elif head_dim is None:
+            head_dim = hidden // heads
         if head_dim < 2 or head_dim % 2:
             origin = f", hidden_size {hidden} // num_attention_heads {heads}," if derived else ""
             raise self.refuse(f"head_dim{origin} must be even and positive, not {head_dim}")

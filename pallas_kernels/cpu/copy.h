@@ -1,6 +1,6 @@
 // Copies of what is needed later, or far more of it than caches hold: past the caches, where the CPU
 // has such stores. Half of a copy's work is otherwise to read what it overwrites; twice as fast, it
-// takes half as much of a core from compute (docs/transfers.md has the measurement).
+// takes half as much of a core from compute (docs/explanation/transfers.md has the measurement).
 #pragma once
 #include <algorithm>
 #include <cstdint>

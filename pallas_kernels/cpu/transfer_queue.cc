@@ -1,4 +1,4 @@
-// The queue of transfers: see transfer_queue.h, and docs/transfers.md for why it is as it is.
+// The queue of transfers: see transfer_queue.h, and docs/explanation/transfers.md for why it is as it is.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE  // O_DIRECT
 #endif

@@ -27,9 +27,7 @@ def parse(fields: Fields) -> ModelConfig:
     fields.only("shared_intermediate_size", 0)
     fields.only("sliding_window", None)
     fields.same_attention(None, layers)
-    heads = fields.heads(48, 8, hidden=3072)
-    if not fields.has("head_dim"):
-        heads["head_dim"] = 128
+    heads = fields.heads(48, 8, hidden=3072, head_dim=128)
     head_dim = heads["head_dim"]
     rotated = fields.integer("rotary_dim", head_dim, least=2) / head_dim
     width = fields.integer("intermediate_size", 1536)

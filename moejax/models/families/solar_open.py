@@ -18,14 +18,11 @@ def parse(fields: Fields) -> ModelConfig:
     fields.only("sliding_window", None)
     fields.same_attention(None, layers)
     fields.only("partial_rotary_factor", 1.0)
-    heads = fields.heads(64, 8, hidden=4096)
-    if not fields.has("head_dim"):
-        heads["head_dim"] = 128
     width = fields.integer("moe_intermediate_size", 1280)
     return ModelConfig(
         architecture=FAMILY.architecture,
         num_hidden_layers=layers,
-        **heads,
+        **fields.heads(64, 8, hidden=4096, head_dim=128),
         intermediate_size=width,
         moe_intermediate_size=width,
         **fields.routing(fields.experts("n_routed_experts", "num_local_experts", 128), 8),
