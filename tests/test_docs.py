@@ -188,6 +188,18 @@ def test_a_diff_is_one_file_and_one_line_elsewhere(shown):
         assert sum(added for added, _ in old) <= 1 and sum(taken for _, taken in old) <= 1
 
 
+def test_every_diff_applies_to_this_checkout(shown):
+    for diff in shown.values():
+        done = subprocess.run(
+            ("git", "apply", "--check", "-"),
+            cwd=REPOSITORY,
+            input=diff,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "added",
