@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moejax.evaluate.experiments.grid import ablate
     from moejax.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from moejax.requests.sampling_params import SamplingParams
+    from moejax.requests.structured_outputs import StructuredOutputsParams
     from moejax.serve.async_llm import AsyncLLM
     from moejax.serve.engine_thread import EngineDeadError
     from moejax.serve.llm import LLM
@@ -33,6 +34,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UserError",
     "ablate",
 ]
@@ -44,6 +46,7 @@ _HOMES = {
     "EngineDeadError": "moejax.serve.engine_thread",
     "SamplingParams": "moejax.requests.sampling_params",
     "RequestOutput": "moejax.requests.outputs",
+    "StructuredOutputsParams": "moejax.requests.structured_outputs",
     "CompletionOutput": "moejax.requests.outputs",
     "Logprob": "moejax.requests.outputs",
     "UserError": "moejax.errors",

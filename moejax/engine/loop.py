@@ -35,7 +35,8 @@ from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
-from moejax.requests.stopping import Ending, require_tokenizer
+from moejax.requests.stopping import Ending, Finish, require_tokenizer
+from moejax.requests.token_rules import RuleBook
 from moejax.step.executor import Executor
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
@@ -86,6 +87,8 @@ class Engine:
         self.tracer, self.tokenizer = tracer, tokenizer
         self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
+        vocabulary = runner.config.vocab_size
+        self._rules = RuleBook(tokenizer, vocabulary, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
@@ -157,6 +160,7 @@ class Engine:
                 session=None if session_id is None else self.scheduler.sessions[session_id],
                 targets=targets,
                 ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
+                rules=self._rules.rules(params),
             )
             if self.idle:
                 self.statistics.last_read_s = request.arrival_s
@@ -186,6 +190,7 @@ class Engine:
             )
         self._sampler.check(params)
         require_tokenizer(params, self.tokenizer)
+        self._rules.rules(params)
         if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
             raise UserError(
                 "log-probabilities of a prompt need all of it computed, and a session's turn takes "
@@ -279,6 +284,10 @@ class Engine:
             arena = self.scheduler.arena
             self.tracer.budget(cells_of(arena), arena.pages, step=step, settled=settled)
 
+    def _any_waits(self) -> bool:
+        running = self.scheduler.running.values()
+        return any(request.rules is not None and request.rules.waits for request in running)
+
     # ---- the loop
 
     @property
@@ -290,13 +299,14 @@ class Engine:
         tokens or finished.
 
         With hooks it reads first: hooks make the dispatch take as long as the step's layers, and
-        tokens would wait for that. Ctrl-C waits for the end of the call. A step that fails aborts
-        its requests, and no others.
+        tokens would wait for that. It also does so while a running request's next token must fit
+        the one before it, as in structured outputs. Ctrl-C waits for the end of the call. A step
+        that fails aborts its requests, and no others.
         """
         with self.undisturbed():
             previous, self._pending = self._pending, None
             begun, touched = previous is not None, []
-            if previous is not None and self.hooks is not None:
+            if previous is not None and (self.hooks is not None or self._any_waits()):
                 touched, previous = self._read(previous), None
             try:
                 if self.planner is not None:
@@ -523,7 +533,11 @@ class Engine:
         request.output.append(token)
         if request.params.logprobs is not None:
             append_logprobs(request, logprobs, row)
+        whole = request.rules is not None and request.rules.push(token, request.output)
         ended = request.ending.push(token)
+        if ended is None and whole:
+            request.ending.close()
+            ended = Finish("stop", None)
         if ended is not None:
             self._finish(request, *ended, now)
 

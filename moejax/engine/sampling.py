@@ -21,6 +21,7 @@ from moejax.requests.sampling_params import (
 
 if TYPE_CHECKING:
     from moejax.requests.request import Request
+    from moejax.requests.token_rules import TokenRules
     from moejax.step.executor import Executor
 
 
@@ -61,6 +62,8 @@ class _Batch:
     """bool[R]: rows with penalties."""
     biased: tuple[tuple[int, Request], ...]
     """(row, request) of requests with a logit_bias or min_tokens."""
+    ruled: tuple[tuple[int, TokenRules], ...]
+    """(row, rules) of requests with rules for their tokens."""
     logprobs: bool
 
 
@@ -95,7 +98,11 @@ class TokenSampler:
         """Raises UserError for token ids that the model does not have."""
         vocabulary = self.runner.config.vocab_size
         biased = dict(params.logit_bias or ())
-        for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids or ())):
+        for name, ids in (
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
             bad = [token for token in ids if token >= vocabulary]
             if bad:
                 token = shown(bad[0])
@@ -142,10 +149,17 @@ class TokenSampler:
 
     def _adjust_logits(self, logits: jax.Array, batch: _Batch) -> jax.Array:
         biases = self._biases_of(batch)
-        if batch.penalties is None and biases is None:
-            return logits
-        self._count(batch)
-        return self.runner.tokens.adjust(logits, batch.penalties, biases or self._no_biases)
+        if batch.penalties is not None or biases is not None:
+            self._count(batch)
+            biases = biases or self._no_biases
+            logits = self.runner.tokens.adjust(logits, batch.penalties, biases)
+        if batch.ruled:
+            width = -(-self.runner.config.vocab_size // 32)
+            words = np.full((len(batch.update), width), -1, np.int32)
+            for row, rules in batch.ruled:
+                words[row] = rules.words
+            logits = self.runner.tokens.allow(logits, words)
+        return logits
 
     def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns token ids and biases for the next token of all rows; None without any."""
@@ -202,6 +216,7 @@ class TokenSampler:
             penalties=penalties,
             penalized=columns("penalized")[0],
             biased=tuple((rows[i], sampled[i]) for i in np.flatnonzero(used["biased"])),
+            ruled=tuple((r.row, r.rules) for r in sampled if r.rules and r.row is not None),
             logprobs=bool(used["logprobs"].any()),
         )
 

@@ -15,6 +15,7 @@ from moejax.errors import UserError, shown
 from moejax.requests.outputs import FinishReason, Logprob
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
+from moejax.requests.token_rules import TokenRules
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids`, or `messages` and perhaps
@@ -92,6 +93,8 @@ class Request:
     arrival_s: float
     ending: Ending
     """Reads the tokens and keeps their text."""
+    rules: TokenRules | None = None
+    """Which tokens may come next; None: any."""
     priority: int = 0
     """Lower runs first."""
     session: Session | None = None

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moejax.errors import UserError, shown
+from moejax.requests.structured_outputs import StructuredOutputsParams
+from pallas_kernels.option_text import nearest
 
 MAX_LOGPROBS = 20
 """Most log-probabilities per token (vLLM's default ``max_logprobs``); they are a compiled shape."""
@@ -97,6 +99,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which is then computed whole, without a shared
     prefix."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens can be chosen. Stored as an ascending tuple."""
+    bad_words: Sequence[str] | None = None
+    """At most 1024 words that the text will not have: the token that would complete one cannot be
+    chosen. A word counts with and without a space before it. Stored as a tuple."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = None
+    """What the text must be: JSON by a schema, a regular expression, a grammar or a choice."""
 
     def __post_init__(self):
         def put(name: str, value: object) -> None:
@@ -107,8 +116,12 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(given := getattr(self, name), bool):
                 raise UserError(f"{name} must be True or False, got {shown(given)}")
-        put("stop", _strings(self.stop))
-        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        put("stop", _strings("stop", self.stop))
+        put("bad_words", _strings("bad_words", self.bad_words) or None)
+        put("allowed_token_ids", _allowed(self.allowed_token_ids))
+        put("structured_outputs", _structured(self.structured_outputs))
+        stop = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        put("stop_token_ids", stop)
         put("logit_bias", _biases(self.logit_bias))
         put("top_k", max(self.top_k, 0))
         put("seed", None if self.seed == -1 else self.seed)
@@ -214,34 +227,54 @@ def _values(name: str, value: Iterable) -> tuple:
     return found
 
 
-def _strings(value: object) -> tuple[str, ...]:
+def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(strings, Iterable) or isinstance(strings, bytes | Mapping):
-        raise UserError(f"stop must be a string or a list of strings, got {shown(value)}")
-    found = _values("stop", strings)
+        raise UserError(f"{name} must be a string or a list of strings, got {shown(value)}")
+    found = _values(name, strings)
     for string in found:
         if not isinstance(string, str):
             wrong = shown(string)
-            raise UserError(f"stop must be a string or a list of strings, got {wrong} in it")
+            raise UserError(f"{name} must be a string or a list of strings, got {wrong} in it")
         if not string:
-            raise UserError("stop cannot contain an empty string")
+            raise UserError(f"{name} cannot contain an empty string")
     if len(found) > MAX_STOP:
-        raise UserError(f"at most {MAX_STOP} stop strings are possible, got {len(found)}")
+        raise UserError(f"at most {MAX_STOP} strings are possible in {name}, got {len(found)}")
     return found
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise UserError(f"stop_token_ids must be a list of token ids, got {shown(value)}")
-    given = _values("stop_token_ids", value)
-    ids = tuple(dict.fromkeys(_integer("each of stop_token_ids", token) for token in given))
+        raise UserError(f"{name} must be a list of token ids, got {shown(value)}")
+    ids = tuple(dict.fromkeys(_integer(f"each of {name}", each) for each in _values(name, value)))
     if any(token < 0 for token in ids):
-        raise UserError(f"stop_token_ids must be token ids of 0 or more, got {shown(min(ids))}")
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise UserError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are possible, got {len(ids)}")
+        raise UserError(f"{name} must be token ids of 0 or more, got {shown(min(ids))}")
+    if len(ids) > most:
+        raise UserError(f"at most {most} {name} are possible, got {len(ids)}")
     return ids
+
+
+def _allowed(value: object) -> tuple[int, ...] | None:
+    ids = _token_ids("allowed_token_ids", value, MAX_VALUES)
+    if value is not None and not ids:
+        raise UserError("allowed_token_ids is empty, so no token could be chosen; leave it out")
+    return tuple(sorted(ids)) or None
+
+
+def _structured(value: object) -> StructuredOutputsParams | None:
+    if isinstance(value, Mapping):
+        known = {field.name for field in dataclasses.fields(StructuredOutputsParams)}
+        if unknown := [key for key in value if key not in known]:
+            hint = nearest(str(unknown[0]), known)
+            raise UserError(f"structured_outputs has no {shown(unknown[0])}{hint}")
+        return StructuredOutputsParams(**value)
+    if isinstance(value, StructuredOutputsParams | None):
+        return value
+    raise UserError(
+        f"structured_outputs must be StructuredOutputsParams or a mapping, got {shown(value)}"
+    )
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...] | None:

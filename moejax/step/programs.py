@@ -45,6 +45,7 @@ from moejax.step.results import ResultShape
 from moejax.step.sampler import (
     add_bias,
     adjust,
+    allow,
     greedy,
     logprobs,
     recount,
@@ -87,6 +88,7 @@ each call than on its arguments."""
 
 Kind = (
     Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
+    | Literal["allow"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate"]
     | Literal["stage", "move", "hand_over", "snapshot", "drain", "load"]
@@ -425,6 +427,7 @@ class Programs:
             "sample": drawn(functools.partial(sample, one_row=by_row, **searched), *of_request),
             "sample_all": drawn(functools.partial(sample, truncates=False), *of_request),
             "add_bias": of_logits(add_bias, *biases),
+            "allow": of_logits(allow, array(rows, -(-self.steps.config.vocab_size // 32))),
             "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
             "logprobs": of_logits(likeliest, ints),
             "tally": Program(tally, (counts, ints, flags), (0,)),

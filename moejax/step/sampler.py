@@ -150,6 +150,17 @@ def add_bias(logits: Array, ids: Array, bias: Array) -> Array:
     return logits.at[row, ids].add(bias, mode="drop")
 
 
+def allow(logits: Array, words: Array) -> Array:
+    """Sets the logits of tokens that may not come to −inf.
+
+    logits: float32 ``[R, V]``. words: int32 ``[R, W]``, bit t % 32 of word t // 32 is set if
+    token t may come. Returns float32 ``[R, V]``.
+    """
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    may_come = (words[:, token >> 5] >> (token & 31)) & 1
+    return jnp.where(may_come == 1, logits, -jnp.inf)
+
+
 def adjust(
     logits: Array,
     counts: Array,

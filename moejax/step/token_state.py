@@ -109,6 +109,15 @@ class TokenState:
         key = ProgramKey("adjust", bucket)
         return self._compiler.call(key, logits, self.counts, *penalties, *biases)
 
+    def allow(self, logits: jax.Array, words: np.ndarray) -> jax.Array:
+        """Returns the logits of all rows after sampler.allow.
+
+        - `words`: int32[R, W], as `TokenRules.words`.
+        """
+        return self._compiler.call(
+            ProgramKey("allow", self._keys.bucket(logits.shape[0])), logits, words
+        )
+
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
         """Returns sampler.logprobs, with as many likeliest tokens as requests may ask for."""
         key = ProgramKey("logprobs", self._keys.bucket(logits.shape[0]))

@@ -195,7 +195,9 @@ def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> Gene
     if len(prompts) != 1:
         found = " and ".join(prompts) or "none"
         raise UserError(f"one of {', '.join(_PROMPT_FIELDS)} is needed, found {found}")
-    given = dict(sampling) | {n: _value(v) for n, v in fields.items() if n in _SAMPLING_FIELDS}
+    given = dict(sampling) | {n: v for n, v in fields.items() if n in _SAMPLING_FIELDS}
+    if isinstance(biases := given.get("logit_bias"), dict):
+        given["logit_bias"] = _token_keys(biases)
     prompt = _prompt(prompts[0], fields[prompts[0]])
     if (named := fields.get("chat_template_kwargs")) is not None:
         if not isinstance(prompt, dict):
@@ -209,10 +211,8 @@ def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> Gene
     )
 
 
-def _value(value: Any) -> Any:
+def _token_keys(value: Mapping[str, Any]) -> dict[int, Any]:
     """Converts the keys of an object to token ids, since JSON has no integer keys."""
-    if not isinstance(value, dict):
-        return value
     try:
         return {int(key): each for key, each in value.items()}
     except ValueError:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -19,7 +19,6 @@ _NEUTRAL: dict[str, tuple] = {
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -57,6 +56,10 @@ def rename_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         most = body.pop("max_completion_tokens")
         if body.setdefault("max_tokens", most) != most:
             raise UserError("max_tokens and max_completion_tokens differ; give one of them")
+    if (wanted := body.pop("response_format", None)) is not None:
+        form = _structured_outputs(wanted)
+        if form is not None and body.setdefault("structured_outputs", form) != form:
+            raise UserError("response_format and structured_outputs differ; give one of them")
     other = "messages" if url == COMPLETIONS else "prompt"
     if other in body or "prompt_token_ids" in body:
         wrong = other if other in body else "prompt_token_ids"
@@ -64,6 +67,26 @@ def rename_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if url == CHAT:
         _chat_logprobs(body)
     return body
+
+
+def _structured_outputs(wanted: Any) -> dict[str, Any] | None:
+    """Returns the structured_outputs of a response_format; None: any text."""
+    if isinstance(wanted, dict):
+        kind, form = wanted.get("type"), wanted.get("json_schema")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return {"json_object": True}
+        if (
+            kind == "json_schema"
+            and isinstance(form, dict)
+            and isinstance(form.get("schema"), dict)
+        ):
+            return {"json": form["schema"]}
+    raise UserError(
+        'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": '
+        f'"json_schema", "json_schema": {{"schema": {{…}}}}}}, got {shown(wanted)}'
+    )
 
 
 def _chat_logprobs(body: dict[str, Any]) -> None:

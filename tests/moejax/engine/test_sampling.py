@@ -162,7 +162,14 @@ def test_what_is_refused(llm):
         TokenSampler(runner, range(85))
     params = dataclasses.replace(GREEDY, frequency_penalty=0.5)
     moved = types.SimpleNamespace(
-        prompt=[1, 2], params=params, row=1, seed=0, dispatched=5, output=[3, 4], request_id="7"
+        prompt=[1, 2],
+        params=params,
+        row=1,
+        seed=0,
+        dispatched=5,
+        output=[3, 4],
+        request_id="7",
+        rules=None,
     )
     sampler = TokenSampler(runner, {0})
     sampler.place(moved)

@@ -34,6 +34,9 @@ def test_defaults_are_vllms():
         "skip_special_tokens": True,
         "logprobs": None,
         "prompt_logprobs": None,
+        "allowed_token_ids": None,
+        "bad_words": None,
+        "structured_outputs": None,
     }
 
 

@@ -134,6 +134,25 @@ def test_the_text_of_generate_whole_and_streamed(server, number, sampling):
         assert ends == [None] * (len(parts) - 1) + [choice["finish_reason"]]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_by_a_schema(server):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "response_format": form}
+    (choice,) = server.ask(CHAT, body)[1]["choices"]
+    assert choice["finish_reason"] == "stop"
+    found = json.loads(choice["message"]["content"])
+    assert set(found) == {"name", "age"} and found["age"] in (1, 2)
+    streamed = joined(server.events(CHAT, body), lambda c: c["delta"].get("content") or "")
+    assert streamed == [choice["message"]["content"]]
+
+
 def test_a_chat_ends_with_the_context_unless_a_number_is_given(server):
     body = {"messages": MESSAGES, "temperature": 0}
     found = server.ask(CHAT, body | {"logprobs": True, "top_logprobs": 2})[1]
@@ -215,7 +234,8 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "chat_template_kwargs": {}}, 400, None, "needs messages"),
     (COMPLETIONS, {"messages": MESSAGES}, 400, "messages", "is not one of /v1/completions"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, None, "not su"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "jsn"}}, 400, "response_format", "t"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "("}}, 400, None, "unclosed"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "not supp"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": 5}, 400, None, "maps names"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, 400, None, "'tools'"),
