@@ -15,7 +15,7 @@ import numpy as np
 
 from host_offload.versions import lossless
 from host_offload.versions.packing import pack, part
-from host_offload.versions.quantized import put_scales
+from host_offload.versions.quantized import put_values
 from host_offload.versions.quantizers import (
     ScaleRule,
     UnquantizableError,
@@ -142,7 +142,7 @@ def pack_quantized(
     record[sum(rows for _, rows in fmt.parts.values()) :] = 0
     for matrix, (codes, scales) in matrices.items():
         pack(codes, fmt.bits, matrix == "down", part(record, fmt, f"{matrix}_codes"))
-        put_scales(scales, part(record, fmt, f"{matrix}_scales"))
+        put_values(scales, part(record, fmt, f"{matrix}_scales"))
 
 
 def reduced_axis(fmt: RecordFormat, matrix: str) -> tuple[int, int]:

@@ -7,13 +7,13 @@ file.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
 
 from host_offload.versions.packing import pack
 from pallas_kernels.records.encoding import Encoding
-from pallas_kernels.records.format import RecordFormat
 
 _DTYPES = {
     "float32": np.dtype(np.float32),
@@ -69,24 +69,24 @@ class QuantizedMatrix:
         if self.encoding.product is not None:
             out[:] = out.astype(_DTYPES[self.encoding.product])
 
-    def put(self, fmt: RecordFormat, matrix: str, codes: np.ndarray, scales: np.ndarray) -> None:
-        """Packs the matrix into its two parts of a record.
+    def put(self, matrix: str, parts: Mapping[str, np.ndarray]) -> None:
+        """Packs the matrix into its parts of a record.
 
         - `matrix`: "gate", "up" or "down".
-        - `codes`, `scales`: uint16[rows, D], the parts.
+        - `parts`: field of the encoding → uint16[·, rows, D].
         """
         down = matrix == "down"
-        put_scales(self.scales.T if down else self.scales, scales)
+        put_values(self.scales.T if down else self.scales, parts["scales"])
         packed = np.ascontiguousarray(self.codes.T) if down else self.codes
-        pack(packed, fmt.bits, down, codes.reshape(-1))
+        pack(packed, self.encoding.bits, down, parts["codes"].reshape(-1))
 
 
-def put_scales(scales: np.ndarray, part: np.ndarray) -> None:
-    """Copies scales of any dtype into a part of a record, and fills the rest of it with zeros.
+def put_values(values: np.ndarray, part: np.ndarray) -> None:
+    """Copies values of any dtype into a part of a record, and fills the rest of it with zeros.
 
-    - `part`: uint16[rows, D].
+    - `part`: uint16[·, rows, D].
     """
-    values = np.ascontiguousarray(scales).reshape(-1).view(np.uint8)
+    values = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     into = part.reshape(-1).view(np.uint8)
     into[: values.size], into[values.size :] = values, 0
 

@@ -6,6 +6,7 @@ the same. Otherwise they go through a buffer that stays in the processor's cache
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -82,12 +83,15 @@ class OpenTensor:
         - `at`: layer and expert of the sink.
         - `dtype`: of the weights in the sink.
         """
-        if sink.layout.bits:
+        if "codes" in sink.layout.encodings[place.matrices[0]].fields:
             return self._put_codes(place, at, sink, dtype)
-        parts = [sink.layout.parts[matrix] for matrix in place.matrices]
+        parts = [sink.layout.spans[matrix] for matrix in place.matrices]
         with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
             # An arena row of 16-bit values is a weight row; a float32 row takes two.
-            weights = records.reshape(-1).view(dtype).reshape(-1, sink.layout.hidden)
+            count = math.prod(place.shape[-2:]) * dtype.itemsize // 2
+            flat = records.reshape(-1)
+            flat[count:] = 0  # what fills up a record of several formats
+            weights = flat[:count].view(dtype).reshape(-1, sink.layout.hidden)
             out = weights.T if place.matrix == "down" else weights
             return self._read(out, 0, expert if place.expert is None else None)
 
@@ -96,17 +100,13 @@ class OpenTensor:
     ) -> int:
         """Puts the codes and scales of a quantized matrix into a record. Returns the bytes read."""
         assert isinstance(self.reader, QuantizedReader)
-        matrix, layout = self.reader.matrix(self.name, dtype), sink.layout
-        (first, count), (begin, rest) = (
-            layout.parts[f"{place.matrix}_{field}"] for field in ("codes", "scales")
-        )
-        if place.matrix == "down":
-            rest = layout.rows - begin  # with what is left of the record
-        with (
-            sink.piece(*at, 1, first, count) as codes,
-            sink.piece(*at, 1, begin, rest) as scales,
-        ):
-            matrix.put(layout, place.matrix, codes, scales)
+        matrix, spans = self.reader.matrix(self.name, dtype), sink.layout.spans
+        with contextlib.ExitStack() as stack:
+            parts = {
+                field: stack.enter_context(sink.piece(*at, 1, *spans[f"{place.matrix}_{field}"]))
+                for field in matrix.encoding.fields
+            }
+            matrix.put(place.matrix, parts)
         return matrix.codes.size * self._stored.itemsize
 
     @property

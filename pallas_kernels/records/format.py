@@ -25,6 +25,9 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
     is for `group` weights of the reduced axis of `across` consecutive others: of gate and up
     ``[⌈I/across⌉, groups_in]``, of down^T ``[groups_out, ⌈D/across⌉]``, bytes one after the other.
 
+`int4-32-bf16+int4-32-bf16+int8-32-bf16` … (gate, up and down in formats of their own)
+    For each field that some of the matrices have, the parts of these matrices.
+
 `lossless12` (bfloat16 only, the same bits)
     ``gate_bytes``, ``up_bytes``, ``down_bytes`` (laid out as int8's codes), ``gate_codes``,
     ``up_codes``, ``down_codes`` (as int4's), ``tables``.
@@ -42,7 +45,7 @@ import functools
 import math
 import pkgutil
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pallas_kernels.records.encoding import GROUPS, Encoding, read_name
 
@@ -65,15 +68,36 @@ VERSIONS: dict[str, Encoding] = {
 LOSSY = tuple(version for version, encoding in VERSIONS.items() if encoding.lossy)
 
 
-def encoding_of(version: str) -> Encoding:
-    """How a version holds weights, one of VERSIONS or of a checkpoint (read_name). Raises
+MATRICES = ("gate", "up", "down")
+
+
+def encoding_of(name: str) -> Encoding:
+    """How a format holds a matrix, one of VERSIONS or of a checkpoint (read_name). Raises
     ValueError for an unknown one."""
-    if (found := VERSIONS.get(version) or read_name(version)) is None:
-        raise ValueError(f"unknown expert version {version!r}; known: {', '.join(VERSIONS)}")
+    if (found := VERSIONS.get(name) or read_name(name)) is None:
+        raise ValueError(f"unknown expert version {name!r}; known: {', '.join(VERSIONS)}")
     return found
 
 
-MATRICES = ("gate", "up", "down")
+@functools.cache
+def encodings_of(version: str) -> Mapping[str, Encoding]:
+    """Matrix → how a version holds it.
+
+    - `version`: the name of a format, or three joined by "+", for gate, up and down.
+
+    Raises ValueError for an unknown one.
+    """
+    names = version.split("+")
+    if len(names) not in (1, len(MATRICES)):
+        raise ValueError(f"{version!r} must be one format, or those of gate, up and down")
+    every = [encoding_of(name) for name in names] * (len(MATRICES) // len(names))
+    return types.MappingProxyType(dict(zip(MATRICES, every, strict=True)))
+
+
+def join_names(names: Sequence[str]) -> str:
+    """The version whose gate, up and down are in these versions."""
+    return names[0] if len({*names}) == 1 else "+".join(names)
+
 
 BLOCK = 32
 """Rows that share a base exponent and a table in lossless12."""
@@ -94,7 +118,7 @@ class RecordFormat:
     """
 
     version: str
-    """As encoding_of knows it."""
+    """As encodings_of knows it."""
     hidden: int
     """D: values of a weight row, and uint16 elements of an arena row."""
     width: int
@@ -103,21 +127,22 @@ class RecordFormat:
     """The run's dtype, and that of decoded weights: "bfloat16", "float16" or "float32"."""
 
     def __post_init__(self):
-        encoding = encoding_of(self.version)
+        encodings = encodings_of(self.version)
         if self.dtype not in _ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, not {self.dtype!r}")
         if self.hidden < 1 or self.width < 1:
             raise ValueError(f"an expert needs D and I ≥ 1, not {self.hidden} and {self.width}")
-        if self.dtype not in (dtypes := encoding.dtypes):
-            raise ValueError(
-                f"{self.version} holds {dtypes[0]} weights, not {self.dtype}; run in {dtypes[0]}, "
-                "or use another version"
-            )
-        if self.hidden % self.planes:
-            raise ValueError(
-                f"{self.version} needs a hidden size D that is a multiple of {self.planes}, not "
-                f"{self.hidden}; use another version"
-            )
+        for matrix, encoding in encodings.items():
+            if self.dtype not in (dtypes := encoding.dtypes):
+                raise ValueError(
+                    f"{self.version} holds {dtypes[0]} weights, not {self.dtype}; run in "
+                    f"{dtypes[0]}, or use another version"
+                )
+            if self.hidden % (planes := self.planes_of(matrix)):
+                raise ValueError(
+                    f"{self.version} needs a hidden size D that is a multiple of {planes}, not "
+                    f"{self.hidden}; use another version"
+                )
 
     @property
     def itemsize(self) -> int:
@@ -125,14 +150,19 @@ class RecordFormat:
         return _ITEMSIZES[self.dtype]
 
     @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """Matrix → its encoding."""
+        return encodings_of(self.version)
+
+    @property
     def encoding(self) -> Encoding:
-        """The encoding of its version."""
-        return encoding_of(self.version)
+        """The encoding of gate; up and down have the same in every version but a checkpoint's."""
+        return self.encodings["gate"]
 
     @property
     def lossy(self) -> bool:
         """Whether decoded weights may differ from the encoded ones."""
-        return self.encoding.lossy
+        return any(encoding.lossy for encoding in self.encodings.values())
 
     @property
     def bits(self) -> int:
@@ -147,17 +177,22 @@ class RecordFormat:
     @property
     def planes(self) -> int:
         """P, the codes in an element, each of another part of the summed axis; 1: no codes."""
-        return 16 // self.bits if self.bits else 1
+        return self.planes_of("gate")
+
+    def planes_of(self, matrix: str) -> int:
+        """P of a matrix whose encoding may not be that of gate."""
+        bits = self.encodings[matrix].bits
+        return 16 // bits if bits else 1
 
     @property
     def group_in(self) -> int:
         """Consecutive weights along D that share a scale, of gate and up."""
-        return self._group(self.hidden)
+        return self.group_of("gate")
 
     @property
     def group_out(self) -> int:
         """Consecutive weights along I that share a scale, of down."""
-        return self._group(self.width)
+        return self.group_of("down")
 
     @property
     def groups_in(self) -> int:
@@ -169,16 +204,18 @@ class RecordFormat:
         """⌈I / group_out⌉."""
         return -(-self.width // self.group_out)
 
-    def _group(self, axis: int) -> int:
-        groups = [group or axis for group in self.encoding.groups or GROUPS]
+    def group_of(self, matrix: str) -> int:
+        """Consecutive weights along the summed axis of a matrix that share a scale."""
+        axis = self.width if matrix == "down" else self.hidden
+        groups = [group or axis for group in self.encodings[matrix].groups or GROUPS]
         return next((group for group in groups if axis % group == 0), groups[-1])
 
     def scale_shape(self, matrix: str) -> tuple[int, int]:
         """How many scales a matrix [I, D] has along its axes."""
-        across = self.encoding.across
+        across, group = self.encodings[matrix].across, self.group_of(matrix)
         if matrix == "down":
-            return self.groups_out, -(-self.hidden // across)
-        return -(-self.width // across), self.groups_in
+            return -(-self.width // group), -(-self.hidden // across)
+        return -(-self.width // across), -(-self.hidden // group)
 
     @property
     def blocks(self) -> int:
@@ -195,6 +232,12 @@ class RecordFormat:
     def parts(self) -> Mapping[str, tuple[int, int]]:
         """Name → (first row, rows), in order of rows."""
         return _parts(self)
+
+    @property
+    def spans(self) -> Mapping[str, tuple[int, int]]:
+        """The same, with what fills the record up in the last part."""
+        *others, last = self.parts.items()
+        return {**dict(others), last[0]: (last[1][0], self.rows - last[1][0])}
 
     @property
     def rows(self) -> int:
@@ -219,8 +262,10 @@ class RecordFormat:
 @functools.cache
 def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
     first, parts = 0, {}
-    for field in fmt.encoding.fields:
-        for matrix in MATRICES if field != "tables" else ("",):
+    encodings = fmt.encodings
+    for field in dict.fromkeys(field for each in encodings.values() for field in each.fields):
+        having = [matrix for matrix in MATRICES if field in encodings[matrix].fields]
+        for matrix in having if field != "tables" else ("",):
             name = "_".join(filter(None, (matrix, field.removeprefix("weights"))))
             parts[name] = (first, _rows(fmt, field, matrix))
             first += parts[name][1]
@@ -235,9 +280,9 @@ def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
         case "bytes":
             return -(-fmt.width // 2)
         case "codes":
-            return -(-fmt.width // fmt.planes)
+            return -(-fmt.width // fmt.planes_of(matrix))
         case "scales":
-            itemsize = SCALE_BYTES[fmt.encoding.scale]
+            itemsize = SCALE_BYTES[fmt.encodings[matrix].scale]
             return -(-math.prod(fmt.scale_shape(matrix)) * itemsize // (2 * fmt.hidden))
         case "tables":
             return -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)

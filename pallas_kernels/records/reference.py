@@ -18,12 +18,25 @@ def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
         raise ValueError(
             f"a record of {fmt.version} is [{fmt.rows}, {fmt.hidden}], not {list(record.shape)}"
         )
-    if "weights" in fmt.encoding.fields:
-        shape = (3 * fmt.width, fmt.hidden) + (() if fmt.itemsize == 2 else (2,))
-        return lax.bitcast_convert_type(record.reshape(shape), jnp.dtype(fmt.dtype))
+    if fmt.version == "dense":
+        return _as_weights(record, fmt)
     if "tables" in fmt.encoding.fields:
         return _decode_lossless(record, fmt)
-    return jnp.concatenate([_dequantize(record, fmt, matrix) for matrix in MATRICES])
+    return jnp.concatenate([_matrix(record, fmt, matrix) for matrix in MATRICES])
+
+
+def _matrix(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """[I, D] of the run's dtype."""
+    if "weights" not in fmt.encodings[matrix].fields:
+        return _dequantize(record, fmt, matrix)
+    first, rows = fmt.parts[matrix]
+    return _as_weights(record[first : first + rows], fmt)
+
+
+def _as_weights(rows: jax.Array, fmt: RecordFormat) -> jax.Array:
+    """Arena rows of weights as [·, D] of the run's dtype."""
+    shape = (-1, fmt.hidden) + (() if fmt.itemsize == 2 else (2,))
+    return lax.bitcast_convert_type(rows.reshape(shape), jnp.dtype(fmt.dtype))
 
 
 def _part(record: jax.Array, fmt: RecordFormat, name: str, shape: tuple[int, int]) -> jax.Array:
@@ -43,19 +56,24 @@ def _codes(record: jax.Array, fmt: RecordFormat, matrix: str, name: str, bits: i
 
 def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """[I, D] of the run's dtype."""
-    codes, scales = _codes(record, fmt, matrix, "codes", fmt.bits), _scales(record, fmt, matrix)
-    value = fmt.encoding.value
-    values = codes.astype(jnp.float32) - fmt.zero if value is None else value(codes)
-    product = values * scales
-    if fmt.encoding.product is not None:
-        product = product.astype(fmt.encoding.product)
+    encoding = fmt.encodings[matrix]
+    codes = _codes(record, fmt, matrix, "codes", encoding.bits)
+    values = (
+        codes.astype(jnp.float32) - encoding.zero
+        if encoding.value is None
+        else encoding.value(codes)
+    )
+    product = values * _scales(record, fmt, matrix)
+    if encoding.product is not None:
+        product = product.astype(encoding.product)
     return product.astype(fmt.dtype)
 
 
 def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """float32[I, D]: the scale of each weight of a matrix."""
     first, rows = fmt.parts[f"{matrix}_scales"]
-    shape, dtype = fmt.scale_shape(matrix), jnp.dtype(fmt.encoding.scale)
+    encoding, shape = fmt.encodings[matrix], fmt.scale_shape(matrix)
+    dtype = jnp.dtype(encoding.scale)
     bits = record[first : first + rows].reshape(-1)
     if dtype.itemsize == 4:
         bits = bits.reshape(-1, 2)
@@ -66,7 +84,7 @@ def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
         scales = lax.bitcast_convert_type(
             jnp.where(exponents, exponents << 23, 1 << 22), jnp.float32
         )
-    group, across = (fmt.group_out if matrix == "down" else fmt.group_in), fmt.encoding.across
+    group, across = fmt.group_of(matrix), encoding.across
     each = (group, across) if matrix == "down" else (across, group)
     for axis, size in enumerate((fmt.width, fmt.hidden)):
         scales = lax.slice_in_dim(jnp.repeat(scales, each[axis], axis=axis), 0, size, axis=axis)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.records.format import RecordFormat, encoding_of
+from pallas_kernels.records.format import RecordFormat, encodings_of
 
 
 class VersionFormats(NamedTuple):
@@ -42,7 +42,12 @@ READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
 
 def why_xla_only(versions: Sequence[str]) -> dict[str, str]:
     """Op → why neither its kernel nor its native op runs with these versions."""
-    found = next((v for v in versions if encoding_of(v).native is None), None)
+
+    def is_native(version: str) -> bool:
+        first, *others = encodings_of(version).values()
+        return first.native is not None and all(other == first for other in others)
+
+    found = next((version for version in versions if not is_native(version)), None)
     return dict.fromkeys(READERS if found else (), f"only XLA computes with records of {found}")
 
 
