@@ -164,6 +164,18 @@ class ShardReader:
             rest, offset = rest[read:], offset + read
 
 
+def renamed(shard: Shard, new_name: Callable[[str], str]) -> Shard:
+    """The shard with other names of its tensors. Raises UserError where two get the same one."""
+    names = {name: new_name(name) for name in shard.tensors}
+    if len(set(names.values())) < len(names):
+        old = {new: name for name, new in names.items()}
+        twice = next(name for name, new in names.items() if old[new] != name)
+        raise UserError(f"{shard.path}: {twice} and {old[names[twice]]} are the same tensor")
+    tensors = {names[name]: header for name, header in shard.tensors.items()}
+    begins = {names[name]: begin for name, begin in shard.begins.items()}
+    return dataclasses.replace(shard, tensors=tensors, begins=begins)
+
+
 def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
     """Reads the headers of a checkpoint's shards: model.safetensors, or the files that the index
     names.

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Tas
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedShard, find_quantized
-from moejax.checkpoints.shards import Shard, TensorFile, TensorReader, find_shards
+from moejax.checkpoints.shards import Shard, TensorFile, TensorReader, find_shards, renamed
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
     ExpertPlace,
@@ -29,13 +31,16 @@ from moejax.checkpoints.tensors import (
     check_experts,
     expected_tensors,
     is_ignored,
+    turn_experts,
 )
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+from moejax.models.families import FAMILIES
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import MATRICES
 
+log = logging.getLogger("moejax")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -82,6 +87,12 @@ class TensorCheckpoint(Checkpoint):
         for file, name in self.expert_tensors:
             place = self.places[name]
             assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
+            if place.turned:
+                raise UserError(
+                    f"{file.path}: store='file' reads experts as they are, and tensor {name} has "
+                    f"them as [in, out]; write another one with `moejax convert {self.directory} "
+                    "DST`"
+                )
             if as_stored and (stored := file.tensors[name].dtype) != dtype:
                 raise UserError(
                     f"{file.path}: store='file' reads experts as they are, and tensor {name} is in "
@@ -104,6 +115,14 @@ class TensorCheckpoint(Checkpoint):
     def open(self) -> Iterator[TensorCheckpointReader]:
         with contextlib.ExitStack() as stack:
             yield TensorCheckpointReader(self, stack)
+
+    @functools.cached_property
+    def left_out(self) -> dict[str, int]:
+        """How many tensors of the files the model does not use, by what they begin with: of images,
+        or of layers that predict several tokens."""
+        names = [name for file in self.files for name in file.tensors]
+        unused = [name for name in names if is_ignored(self.config, name)]
+        return dict(Counter(_group_name(name) for name in unused))
 
     @functools.cached_property
     def quantized_layers(self) -> list[int]:
@@ -244,15 +263,28 @@ def open_tensors(
         directory = mapped.path
     else:
         config, files = load_config(directory), find_shards(directory)
+        if (family := FAMILIES[config.architecture]).renamed:
+            files = tuple(renamed(shard, family.own_name) for shard in files)
         if config.quantization is not None:
             files = find_quantized(config.quantization, files)
     owner = {name: file for file in files for name in file.tensors}
     check_experts(config, str(directory))
-    places = expected_tensors(config, owner)
+    shapes = {name: file.tensors[name].shape for name, file in owner.items()}
+    places = turn_experts(config, expected_tensors(config, owner), shapes)
     _check_names(config, owner, places, str(directory))
     if config.dtype is None:
         config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
-    return TensorCheckpoint(directory, config, str(config.dtype), files, places)
+    opened = TensorCheckpoint(directory, config, str(config.dtype), files, places)
+    if opened.left_out:
+        parts = ", ".join(f"{count} of {name}" for name, count in opened.left_out.items())
+        log.info("%s: tensors that the text model does not use are left out: %s", directory, parts)
+    return opened
+
+
+def _group_name(name: str) -> str:
+    """What a tensor belongs to: its layer, or the module outside of layers."""
+    found = re.match(r"model\.layers\.\d+|(model\.)?[^.]+", name)
+    return name if found is None else found[0]
 
 
 def _check_names(

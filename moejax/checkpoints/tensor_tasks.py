@@ -92,7 +92,7 @@ class OpenTensor:
             flat = records.reshape(-1)
             flat[count:] = 0  # what fills up a record of several formats
             weights = flat[:count].view(dtype).reshape(-1, sink.layout.hidden)
-            out = weights.T if place.matrix == "down" else weights
+            out = weights.T if (place.matrix == "down") != place.turned else weights
             return self._read(out, 0, expert if place.expert is None else None)
 
     def _put_codes(

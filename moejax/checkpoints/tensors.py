@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -39,13 +39,15 @@ class ExpertPlace:
     """The place of a tensor that becomes rows of expert records.
 
     shape: the tensor's. layer: counted over MoE layers. expert: None for a tensor stacked over all
-    experts. matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows).
+    experts. matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows). turned: the
+    tensor is [E, in, out]; `shape` is the file's.
     """
 
     shape: tuple[int, ...]
     layer: int
     expert: int | None
     matrix: str
+    turned: bool = False
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -144,6 +146,32 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
                 places |= _experts(config, found, prefix, moe_layer)
                 moe_layer += 1
     return places
+
+
+def turn_experts(
+    config: ModelConfig, places: dict[str, Place], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Place]:
+    """The places, of stacked experts by how they lie in the files where the family has both orders.
+
+    gate_up and down lie in the same order, and one of them always shows it: a width cannot be half
+    of hidden_size and all of it.
+
+    - `shapes`: tensor → its shape in the files.
+    """
+    if not FAMILIES[config.architecture].turned:
+        return places
+    layers: dict[int, list[str]] = {}
+    for name, place in places.items():
+        if isinstance(place, ExpertPlace) and place.expert is None:
+            layers.setdefault(place.layer, []).append(name)
+    turned = {}
+    for names in layers.values():
+        other = {n: (places[n].shape[0], *places[n].shape[:0:-1]) for n in names}
+        found = [shapes.get(name) for name in names]
+        if found == [other[n] for n in names] != [places[n].shape for n in names]:
+            for n in names:
+                turned[n] = dataclasses.replace(places[n], shape=other[n], turned=True)
+    return places | turned
 
 
 def _experts(

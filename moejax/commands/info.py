@@ -89,6 +89,9 @@ def _run(args: argparse.Namespace) -> int:
         files = "1 file" if weights.files == 1 else f"{weights.files} files"
         kind = f"{weights.format}, {files}, {format_bytes(weights.bytes)}"
     print(f"{args.path}: {info.architecture} in {info.dtype} ({kind})")
+    if weights is not None and weights.left_out:
+        parts = ", ".join(f"{count} of {name}" for name, count in weights.left_out.items())
+        print(f"tensors that the text model does not use: {parts}")
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
     own, longest = info.versions[info.own_version], info.max_model_len
     sizes = {

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError, shown, user_errors
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Fields, token_ids
@@ -35,7 +35,12 @@ def record_version(directory: str | os.PathLike) -> str:
     """The version that the experts of a checkpoint are in, "dense" unless its config.json names a
     quantization. Raises UserError as load_config, for those that do."""
     path = pathlib.Path(directory).expanduser() / "config.json"
-    if not path.is_file() or not any(read_json(path).get(key) for key in KEYS):
+    if not path.is_file():
+        return "dense"
+    raw = read_json(path)
+    inner = raw.get("text_config")
+    tables = (raw, inner) if isinstance(inner, dict) else (raw,)
+    if not any(table.get(key) for table in tables for key in KEYS):
         return "dense"
     quantization = load_config(directory).quantization
     return "dense" if quantization is None else quantization.version
@@ -44,7 +49,8 @@ def record_version(directory: str | os.PathLike) -> str:
 def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     """The ModelConfig of a parsed config.json, with the defaults of its family's config class.
 
-    Accepts the older key names (torch_dtype, rope_theta, rope_scaling) and those of transformers 5
+    Of a wrapper of several models it is the text model's, which text_config describes. Accepts
+    the older key names (torch_dtype, rope_theta, rope_scaling) and those of transformers 5
     (dtype, rope_parameters). Keys that transformers does not read for a model are ignored. Keys
     that would change the computation are refused.
 
@@ -55,6 +61,8 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     if not isinstance(raw, dict):
         raise UserError(f"{source}: expected a JSON object, found {type(raw).__name__}")
     family = _family(raw, source)
+    if family.text_types:
+        raw, source = _text_config(family, raw, source)
     fields = Fields(raw, source)
     quantization = parse_quantization(raw, fields.dtype(), source)
     _refuse_other_computations(raw, source)
@@ -62,8 +70,12 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     correction = "correction" in family.layer_params(config, True)
     with user_errors(where=f"{source}: the router's fields do not fit together: "):
         config.route_rule.check(config.num_experts, correction=correction)
-    _refuse_scaled_part(config, source)
     rope, pairs = config.rope, config.rotary_dim // 2
+    if config.rope_layers is not None and rope.type in ("yarn", "longrope"):
+        raise UserError(
+            f"{source}: rope type {rope.type!r} is not implemented for models with layers without "
+            "positions"
+        )
     for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if rope.type == "longrope" and len(factors) != pairs:
             raise UserError(
@@ -73,15 +85,27 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     return config
 
 
-def _refuse_scaled_part(config: ModelConfig, source: str) -> None:
-    """Refuses a factor on cosine and sine, which would also scale values that are not rotated."""
-    rope = config.rope
-    if config.rotary_width is None or rope.type not in ("yarn", "longrope"):
-        return
-    raise UserError(
-        f"{source}: rope type {rope.type!r} is not implemented for heads of which only a part is "
-        "rotated (partial_rotary_factor); supported there: default, linear, llama3"
-    )
+_OF_WRAPPER = (*KEYS, "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+"""Fields that a wrapper may state itself, and that then hold for its text model."""
+
+
+def _text_config(family: Family, raw: dict, source: str) -> tuple[dict, str]:
+    """(the text model's config.json, its name for messages), of a wrapper's."""
+    text = {} if raw.get("text_config") is None else raw["text_config"]
+    if not isinstance(text, dict):
+        raise UserError(f"{source}: text_config must be an object, not {shown(text)}")
+    kind = text.get("model_type", family.text_types[0])
+    if kind not in family.text_types:
+        supported = " or ".join(map(repr, family.text_types))
+        raise UserError(
+            f"{source}: text_config.model_type {shown(kind)} is not supported for "
+            f"{family.architecture}, only {supported}"
+        )
+    own = {key: raw[key] for key in _OF_WRAPPER if raw.get(key) is not None}
+    if own.keys() & {"dtype", "torch_dtype"}:
+        text = {key: v for key, v in text.items() if key not in ("dtype", "torch_dtype")}
+    # transformers ties a wrapper's head by the wrapper's own field alone.
+    return {**text, "tie_word_embeddings": family.tied, **own}, f"{source}: text_config"
 
 
 def _family(raw: dict, source: str) -> Family:
@@ -100,13 +124,15 @@ def _family(raw: dict, source: str) -> Family:
         raise UserError(
             f"{source}: names neither architectures nor model_type; supported: {supported}"
         )
-    known = FAMILIES | {alias: f for f in FAMILIES.values() for alias in f.aliases}
+    known = {alias: f for f in FAMILIES.values() for alias in f.aliases} | FAMILIES
     for found, table in ((names and names[0], known), (kind, kinds)):
         if found is not None and (not isinstance(found, str) or found not in table):
             raise UserError(
                 f"{source}: architecture {found!r} is not supported; supported: {supported}"
             )
     family = known[names[0]] if names else kinds[str(kind)]
+    if names and kind is not None and names[0] in kinds[kind].aliases:
+        family = kinds[kind]  # of several with that alias
     if kind is not None and kinds[kind] is not family:
         raise UserError(
             f"{source}: model_type {kind!r} contradicts the architecture {family.architecture}"

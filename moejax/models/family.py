@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer, is_number
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import LARGEST, parse_rope, rotary_part
@@ -192,6 +192,23 @@ class Fields:
             routed_scaling_factor=self.number("routed_scaling_factor", scale),
         )
 
+    def sparse_layers(self, layers: int, dense: int) -> tuple[bool, ...]:
+        """For each layer, whether it has experts: mlp_layer_types, else all but the first
+        `dense`."""
+        types = self.raw.get("mlp_layer_types")
+        if types is None:
+            return self.dense_first(layers, dense)
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(t not in ("dense", "sparse") for t in types)
+        ):
+            raise self.refuse(
+                f"mlp_layer_types must be 'dense' or 'sparse' for each of {layers} layers, not "
+                f"{shown(types)}"
+            )
+        return self.some_experts(tuple(t == "sparse" for t in types), f"mlp_layer_types {types}")
+
     def shared_width(self, width: int, default: int | None = 1) -> int:
         """How wide n_shared_experts of this width are as one. default: the family's number."""
         return width * self.integer("n_shared_experts", default, least=0)
@@ -329,6 +346,12 @@ class Family:
     - `wide_params`: parameters that stay in float32, whatever the run's dtype.
     - `final_norm_bias`: whether the final norm is a LayerNorm.
     - `ignores`: (config, tensor name) → whether transformers does not read the tensor either.
+    - `text_types`: model_types that text_config may have, for a wrapper of a text model beside
+      others; the first one is the default. parse gets the text_config's fields.
+    - `others`: beginnings of the names of tensors that a wrapper's other models have.
+    - `tied`: the default of a wrapper's own tie_word_embeddings.
+    - `renamed`: the beginnings of names that published files have, and what they are here.
+    - `turned`: whether stacked experts may also be [E, D, 2·F] and [E, F, D].
     """
 
     architecture: str
@@ -343,6 +366,62 @@ class Family:
     ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False
     aliases: tuple[str, ...] = ()
     other_types: tuple[str, ...] = ()
+    text_types: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    tied: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    turned: bool = False
+
+    def own_name(self, name: str) -> str:
+        """The name here of a tensor of a published file."""
+        for theirs, ours in self.renamed:
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+
+TEXT_NAMES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""Names of a wrapped text model's tensors, and what they are in a checkpoint of it alone."""
+
+
+def wrapper_of(
+    text: Family,
+    architecture: str,
+    model_type: str,
+    *,
+    text_types: tuple[str, ...],
+    others: tuple[str, ...],
+    aliases: tuple[str, ...] = (),
+    tied: bool = False,
+    turned: bool = False,
+) -> Family:
+    """A family whose config.json has the text model's fields in text_config. Only the text model
+    runs. Arguments: see Family."""
+
+    def parse(fields: Fields) -> ModelConfig:
+        return dataclasses.replace(text.parse(fields), architecture=architecture)
+
+    def ignores(config: ModelConfig, name: str) -> bool:
+        return name.startswith(others) or text.ignores(config, name)
+
+    return dataclasses.replace(
+        text,
+        architecture=architecture,
+        model_type=model_type,
+        parse=parse,
+        ignores=ignores,
+        aliases=aliases,
+        other_types=(),
+        text_types=text_types,
+        others=others,
+        tied=tied,
+        renamed=TEXT_NAMES,
+        turned=turned,
+    )
 
 
 def later_layer(config: ModelConfig, name: str) -> bool:

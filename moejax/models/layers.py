@@ -84,7 +84,15 @@ class LayerStack(nnx.Module):
         frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
         if config.rotary_width is not None:  # values that are not rotated have angle 0
             frequencies = np.pad(frequencies, (0, config.head_dim // 2 - frequencies.size))
+        if config.rope_layers is not None:
+            rotated = config.rope_layers[first_layer : first_layer + self.size]
+            frequencies = np.asarray(rotated, np.float32)[:, None] * frequencies
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
+
+    def frequencies(self, i) -> jax.Array:
+        """The angle per token of each pair of a head's values, [head_dim / 2]."""
+        every = self.inverse_frequencies[...]
+        return every if every.ndim == 1 else every[i]
 
     def weight(self, name: str) -> jax.Array:
         return self.weights[name][...]

@@ -42,6 +42,7 @@ class ModelConfig:
     - `attention_scale`: factor of scores; None: head_dim^-0.5.
     - `qk_norm`: whether heads of q and k are normalised, in families with that choice.
     - `rotary_width`: how many first values of a head are rotated; None: all.
+    - `rope_layers`: for each layer, whether positions rotate q and k; None: in every layer.
     - `rope_interleave`: rotated values are pairs (2i, 2i + 1), not halves.
     - `attention`: the kind of attention, which owns the layout of pages.
     - `embedding_multiplier`, `residual_multiplier`: factors of embeddings, and of all that a layer
@@ -83,6 +84,7 @@ class ModelConfig:
     qk_norm: bool = False
     rotary_width: int | None = None
     rope_interleave: bool = False
+    rope_layers: tuple[bool, ...] | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -167,11 +169,16 @@ class ModelConfig:
         )
 
 
+_NEWER = frozenset({"rope_layers"})
+
+
 def config_digest(config: ModelConfig) -> str:
     """The digest of a model's configuration, however its weights are quantized: SHA-256, in hex, of
     its fields as JSON with sorted keys."""
     fields = dataclasses.asdict(dataclasses.replace(config, quantization=None))
     del fields["quantization"]
+    # Fields that older releases had not are left out where a model does not use them.
+    fields = {key: v for key, v in fields.items() if v is not None or key not in _NEWER}
     # Files of older releases have digests with this name and None for grouped-query attention.
     fields["mla"] = fields.pop("attention") or None
     text = json.dumps(fields, sort_keys=True)

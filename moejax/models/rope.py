@@ -26,7 +26,6 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 ROPE_TYPES = tuple(_NUMBERS)
 
 _REFUSED_TYPES = {
-    "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
     "proportional": "it rotates only a part of each head, which is not implemented",
 }
 
@@ -111,6 +110,12 @@ def parse_rope(
             "whole heads are rotated"
         )
     kind = table.get("rope_type", "default")
+    if kind in ("dynamic", "mrope"):
+        # Up to max_position_embeddings, which no engine exceeds, dynamic scaling changes nothing;
+        # of text, all three positions of mrope are the same one.
+        if table.get("alpha") is not None:
+            raise UserError(f"{source}: rope_parameters.alpha is not implemented for this model")
+        kind = "default"
     if not isinstance(kind, str) or kind not in _NUMBERS:
         why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
         raise UserError(

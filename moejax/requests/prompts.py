@@ -142,6 +142,7 @@ class PromptEncoder:
         try:
             if not messages:
                 raise UserError("there are no messages; provide at least one")
+            _refuse_other_media(messages)
             return self._bounded.render([dict(message) for message in messages], dict(named))
         except Exception as error:
             # Templates refuse messages by raising. A template is a program from the checkpoint,
@@ -149,6 +150,20 @@ class PromptEncoder:
             raise UserError(
                 f"the chat template of {self._model} refuses these messages: {error}"
             ) from error
+
+
+def _refuse_other_media(messages: Any) -> None:
+    """Raises UserError for a part of a message that is no text, for which a template would write a
+    placeholder."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise UserError(
+                    f"a message has a part of type {shown(kind)}; moejax runs text models, and of "
+                    "models of text and images the text part, so every part must be text"
+                )
 
 
 def list_of_prompts(given: Any) -> list[Prompt]:

@@ -70,8 +70,50 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "Ernie4_5_Moe": {**_NARROW, "moe_num_experts": 6, "tie_word_embeddings": False},
     "GraniteMoe": {"intermediate_size": 32, "num_local_experts": 6, "attention_multiplier": 0.25},
+    "GraniteMoeShared": {
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.25,
+    },
+    "HYV3": {**_NARROW, "head_dim": 16, "num_experts": 6},
+    "ExaoneMoe": {**_NARROW, "num_experts": 8, "sliding_window": 20, "sliding_window_pattern": 2},
+    "HunYuanMoEV1": {"intermediate_size": 32, "head_dim": 16, "num_experts": 6},
+    "SarvamMoE": {**_NARROW, "head_dim": 16, "n_routed_experts": 8, "pad_token_id": None},
+    "Qwen3VLMoe": {**_NARROW, "head_dim": 16, "num_experts": 6},
+    "Kimi_K25": {**_LATENT, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
+
+
+_VISION: dict[str, dict[str, Any]] = {
+    "Qwen3VLMoe": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 4,
+    },
+    "Kimi_K25": {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+    },
+}
+"""Wrapper → its vision_config."""
+
+
+def _classes(family: str) -> tuple[Any, Any]:
+    """transformers' classes of config and model."""
+    import transformers
+
+    if family == "SarvamMoE":  # a config class alone
+        return transformers.SarvamMoEConfig, transformers.Glm4MoeForCausalLM
+    kind = "ForConditionalGeneration" if family in _VISION else "ForCausalLM"
+    return getattr(transformers, f"{family}Config"), getattr(transformers, family + kind)
 
 
 def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
@@ -83,19 +125,24 @@ def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
     0.02 most errors would hide below the tolerance.
     """
     import torch
-    import transformers
 
     # With more, torch's threads spin against XLA's: seconds for products of microseconds.
     torch.set_num_threads(1)
-    of_family = getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-        of_family(**{**SMALL, **OF_FAMILY[family], **config}),
+    of_family, of_model = _classes(family)
+    fields = {**SMALL, **OF_FAMILY[family], **config}
+    if family in _VISION:
+        tied = fields.pop("tie_word_embeddings", False)
+        vision = dict(_VISION[family])
+        wrapped = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
+        fields = wrapped | {"projection_hidden_size": 16} if family == "Kimi_K25" else wrapped
+    model = of_model._from_config(
+        of_family(**fields),
         attn_implementation="eager",
         experts_implementation="eager",
         dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(seed)
-    corrections = [item for item in model.named_buffers() if "correction_bias" in item[0]]
+    corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
@@ -114,6 +161,8 @@ def save(model: Any, directory: Path, *, older_keys: bool = False, **options: An
     """Writes the checkpoint with save_pretrained. older_keys: config.json under the names that
     transformers 4 wrote. options: save_pretrained's, such as max_shard_size."""
     model.save_pretrained(directory, **options)
+    if model.config.model_type == "kimi_k25":  # save_pretrained writes names that no one reads
+        _save_as_published(model, directory)
     if older_keys:
         path = directory / "config.json"
         config = json.loads(path.read_text())
@@ -127,6 +176,21 @@ def save(model: Any, directory: Path, *, older_keys: bool = False, **options: An
             config["num_experts"] = config.pop("num_local_experts")
         path.write_text(json.dumps(config))
     return directory
+
+
+def _save_as_published(model: Any, directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    published = {
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.": "",
+    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        prefix = next(p for p in published if name.startswith(p))
+        tensors[published[prefix] + name.removeprefix(prefix)] = tensor.contiguous()
+    save_file(tensors, directory / "model.safetensors")
 
 
 def logprobs(model: Any, token_ids: Sequence[int]) -> np.ndarray:

@@ -43,6 +43,10 @@ class GroupedQueryAttention:
         """Normalises and projects x. Returns the heads of q, then k, then v [T, N]."""
         return stack.norm_linear(x, "input_norm", "qkv", i, tokens, squares)
 
+    def frequencies(self, stack: AttentionLayer, i):
+        """The frequencies by which kv_write rotates the heads that attend gives it."""
+        return stack.frequencies(i)
+
     def attend(self, stack, i, x, arena, tokens, page, squares, counters):
         config = stack.config
         qkv = self.project(stack, i, x, tokens, squares)
@@ -53,9 +57,9 @@ class GroupedQueryAttention:
         if config.clip_qkv is not None:
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
         if reorders_heads(config):
-            qkv = _pair_by_halves(config, qkv, page)
+            qkv = _pair_by_halves(stack, qkv, page)
         places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
-        heads = ProjectedHeads(qkv, *norms, i, stack.inverse_frequencies[...])
+        heads = ProjectedHeads(qkv, *norms, i, self.frequencies(stack, i))
         write = WriteOptions(
             page,
             stack.attention_factor,
@@ -86,10 +90,14 @@ def _norm_projections(stack: AttentionLayer, i, qkv, page):
     return jnp.concatenate([normalise(q, "q_norm"), normalise(k, "k_norm"), v], axis=1)
 
 
-def _pair_by_halves(config: AttentionNumbers, qkv, page):
+def _pair_by_halves(stack: AttentionLayer, qkv, page):
     """qkv with the values of each head of q and k in the order that kv_write rotates: pair i is
     values i and i + hd/2, rotated pairs first, then values without an angle. q and k have the same
-    order, so scores change only by the order of their sums."""
+    order, so scores change only by the order of their sums.
+
+    kv_write multiplies both kinds of values by the factor of cosine and sine, of which those
+    without an angle are divided first."""
+    config = stack.config
     width, rotated = page.kv_heads * page.head_dim, config.rotary_width or config.head_dim
     qk, v = jnp.split(qkv, [qkv.shape[1] - width], axis=1)
     turned, passed = jnp.split(qk.reshape(len(qk), -1, page.head_dim), [rotated], axis=2)
@@ -97,6 +105,8 @@ def _pair_by_halves(config: AttentionNumbers, qkv, page):
         halves = turned[..., 0::2], turned[..., 1::2]
     else:
         halves = jnp.split(turned, 2, axis=2)
+    if stack.attention_factor != 1:
+        passed = (passed.astype(jnp.float32) / stack.attention_factor).astype(passed.dtype)
     rest = jnp.split(passed, 2, axis=2)
     parts = [halves[0], rest[0], halves[1], rest[1]]
     qk = jnp.concatenate(parts, axis=2).reshape(qk.shape)

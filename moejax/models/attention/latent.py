@@ -62,7 +62,7 @@ class LatentAttention:
             stack.weight("kv_a_norm"),
             i,
             q[..., nope:],
-            stack.inverse_frequencies[...],
+            stack.frequencies(i),
         )
         places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
         write = WriteOptions(

@@ -21,6 +21,14 @@ _PLACES = (
     "solar_open:FAMILY",
     "minimax_m2:FAMILY",
     "ernie4_5_moe:FAMILY",
+    "granitemoe:SHARED",
+    "hy_v3:FAMILY",
+    "exaone_moe:FAMILY",
+    "hunyuan_v1_moe:FAMILY",
+    "bailing_moe:SARVAM",
+    "bailing_moe:V2",
+    "wrappers:QWEN3_VL",
+    "wrappers:KIMI_K25",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]

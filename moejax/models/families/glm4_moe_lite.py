@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from moejax.errors import shown
 from moejax.models.families.deepseek import latent_attention, latent_scale, layer_params_v3
 from moejax.models.family import Family, Fields, later_layer
 from moejax.models.model_config import ModelConfig
@@ -15,12 +14,13 @@ def parse(fields: Fields) -> ModelConfig:
     layers = fields.integer("num_hidden_layers", 47)
     fields.only("sliding_window", None)
     fields.same_attention(None, layers)
+    fields.only("first_k_dense_replace", 1)  # the config class has mlp_layer_types
     width = fields.integer("moe_intermediate_size", 1536)
     config = ModelConfig(
         architecture=FAMILY.architecture,
         hidden_size=fields.integer("hidden_size", 2048),
         num_hidden_layers=layers,
-        moe_layers=sparse_layers(fields, layers),
+        moe_layers=fields.sparse_layers(layers, 1),
         intermediate_size=fields.integer("intermediate_size", 10240),
         moe_intermediate_size=width,
         **fields.routing(fields.experts("n_routed_experts", "num_local_experts", 64), 4),
@@ -38,21 +38,6 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.decoder(eps=1e-5, max_positions=202752, vocabulary=154880, eos=1),
     )
     return dataclasses.replace(config, attention_scale=latent_scale(fields, config))
-
-
-def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: mlp_layer_types, else all but the first."""
-    types = fields.raw.get("mlp_layer_types")
-    if types is None:
-        fields.only("first_k_dense_replace", 1)
-        types = ["dense"] + ["sparse"] * (layers - 1)
-    known = "dense", "sparse"
-    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
-        raise fields.refuse(
-            f"mlp_layer_types must be 'dense' or 'sparse' for each of {layers} layers, not "
-            f"{shown(types)}"
-        )
-    return fields.some_experts(tuple(t == "sparse" for t in types), f"mlp_layer_types {types}")
 
 
 FAMILY = Family(

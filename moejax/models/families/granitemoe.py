@@ -1,7 +1,10 @@
 """GraniteMoe (Granite 3.0 and 3.1, PowerMoE): Mixtral's layers with factors on embeddings, scores,
-what a layer adds and logits (muP, arXiv:2203.03466); experts stacked in the files too."""
+what a layer adds and logits (muP, arXiv:2203.03466); experts stacked in the files too. One of its
+kinds has an expert that every token uses."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from moejax.models.family import Family, Fields, Parts, attention_params, router_params
 from moejax.models.model_config import ModelConfig
@@ -37,6 +40,22 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     return attention_params(config, output_bias=True) | router
 
 
+def parse_shared(fields: Fields) -> ModelConfig:
+    """GraniteMoeSharedConfig's fields: GraniteMoeConfig's, and shared_intermediate_size."""
+    width = fields.integer("shared_intermediate_size", 0, least=0)
+    config = parse(fields)
+    return dataclasses.replace(config, architecture=SHARED.architecture, shared_width=width)
+
+
+def shared_layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params = layer_params(config, moe)
+    if width := config.shared_width:
+        into, out = (2 * width, config.hidden_size), (config.hidden_size, width)
+        params["shared_gate_up"] = (("shared_mlp.input_linear.weight", into),)
+        params["shared_down"] = (("shared_mlp.output_linear.weight", out),)
+    return params
+
+
 FAMILY = Family(
     "GraniteMoeForCausalLM",
     "granitemoe",
@@ -45,4 +64,11 @@ FAMILY = Family(
     experts="block_sparse_moe.",
     matrices=None,
     stacked=("input_linear.weight", "output_linear.weight"),
+)
+SHARED = dataclasses.replace(
+    FAMILY,
+    architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    parse=parse_shared,
+    layer_params=shared_layer_params,
 )

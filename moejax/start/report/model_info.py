@@ -110,6 +110,8 @@ class Weights:
     """How each version of the experts besides the dense one was made."""
     dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """The MoE layers that each such version lacks; they are dense."""
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tensors that the model does not use, counted by what they belong to."""
 
 
 def read_headers(
@@ -142,7 +144,7 @@ def read_headers(
         opened = open_tensors(directory, kind, step, name_map)
         config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
-        made = {}, {}
+        made = {}, {}, opened.left_out
     sizes = [path.stat().st_size for path in paths if path.is_file()]
     return config, Weights(kind, len(sizes), sum(sizes), *made)
 

@@ -11,6 +11,7 @@ import numpy as np
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.tensors import ExpertPlace, expected_tensors
 from moejax.models.config import parse_config
+from moejax.models.families import FAMILIES
 from tests.moejax.checkpoints.random_checkpoint import write
 
 COMMON: dict[str, Any] = {
@@ -96,6 +97,18 @@ SMALL: dict[str, dict[str, Any]] = {
         residual_multiplier=0.7,
         logits_scaling=1.5,
     ),
+    "GraniteMoeSharedForCausalLM": dict(num_local_experts=8, shared_intermediate_size=32),
+    "HYV3ForCausalLM": dict(num_experts=8, head_dim=16),
+    "ExaoneMoeForCausalLM": dict(
+        num_experts=8,
+        sliding_window=70,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "HunYuanMoEV1ForCausalLM": dict(num_experts=8, moe_intermediate_size=None),
+    "SarvamMoEForCausalLM": dict(n_routed_experts=8, head_dim=16),
+    "BailingMoeV2ForCausalLM": dict(num_experts=8, head_dim=16, n_group=4, topk_group=2),
+    "Qwen3VLMoeForConditionalGeneration": dict(num_experts=8, head_dim=16),
+    "Kimi_K25ForConditionalGeneration": dict(LATENT, q_lora_rank=24),
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 
@@ -103,7 +116,11 @@ SMALL: dict[str, dict[str, Any]] = {
 def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
     """config.json of the family's small model."""
     small = SMALL.get(architecture, {"num_experts": 8})
-    return {"architectures": [architecture], **COMMON, **small, **fields}
+    found = {"architectures": [architecture], **COMMON, **small, **fields}
+    if not FAMILIES[architecture].text_types:
+        return found
+    own = {key: found.pop(key) for key in ("architectures", "dtype")}
+    return own | {"text_config": found, "tie_word_embeddings": False}
 
 
 def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

@@ -170,10 +170,6 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
         (GRANITE | {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) exceeds num_experts"),
         (GLM | {"head_dim": 42}, "partial_rotary_factor 0.5 of head_dim 42 .* not 21"),
         (GLM | {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 of .* not 1"),
-        (
-            GLM | {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope type 'yarn' is not implemented for heads of which only a part is rotated",
-        ),
         (ERNIE | {"moe_k": 3, "num_experts_per_tok": 4}, r"_tok \(4\) contradicts moe_k \(3\)"),
         (LITE | {"mlp_layer_types": [["dense"], "sparse"]}, "mlp_layer_types must be 'dense'"),
         (ERNIE | {"moe_k": 65}, r"moe_k \(65\) exceeds num_experts \(64\)"),

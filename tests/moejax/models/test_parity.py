@@ -265,6 +265,66 @@ CASES = {
         {"expert_budget": "50%"},
         family="Ernie4_5_Moe",
     ),
+    "Granite with a shared expert: factors, biases": Case(
+        {"attention_bias": True, "residual_multiplier": 0.6, "embedding_multiplier": 2.5},
+        {"expert_budget": "50%"},
+        family="GraniteMoeShared",
+    ),
+    "Hy3: a dense layer in between, biases, two shared experts": Case(
+        {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "num_shared_experts": 2,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="HYV3",
+    ),
+    "K-EXAONE: a layer without positions between windows, groups": Case(
+        {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "num_key_value_heads": 2},
+        {"expert_budget": "50%"},
+        family="ExaoneMoe",
+    ),
+    "HunYuan V1: norms after the rotation, a stretched base, biases": Case(
+        {
+            "attention_bias": True,
+            "moe_topk": 2,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 100.0,
+                "factor": 1.0,
+            },
+        },
+        {"expert_budget": "50%"},
+        family="HunYuanMoEV1",
+    ),
+    "Sarvam: fused q, k and v, half of each head rotated, groups, yarn": Case(
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+        {"expert_budget": "50%"},
+        family="SarvamMoE",
+    ),
+    "Qwen3-VL: mrope, tied": Case(
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        {"expert_budget": "50%"},
+        family="Qwen3VLMoe",
+    ),
+    "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
 
@@ -290,7 +350,7 @@ class Run:
 def _run(case: Case, directory) -> Run:
     model = random_model(case.family, **case.config)
     rng = np.random.default_rng(0)
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     prompts = [rng.integers(0, vocabulary, n).tolist() for n in case.prompts]
     logits: dict[str, list[np.ndarray]] = {}
 
@@ -403,6 +463,10 @@ def _one_pair_at_rest(model):
     model.model.rotary_emb.inv_freq[1] = 0
 
 
+def _text_pair_at_rest(model):
+    model.model.language_model.rotary_emb.inv_freq[1] = 0
+
+
 def _other(path, change):
     """Changes an attribute of the model or of a part of it."""
 
@@ -429,6 +493,13 @@ WRONG = {
     "SolarOpen": _one_pair_at_rest,
     "MiniMaxM2": _one_pair_at_rest,
     "Ernie4_5_Moe": _other("model.layers.1.mlp.gate.top_k", lambda count: count - 1),
+    "GraniteMoeShared": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
+    "HYV3": _other("model.layers.0.mlp.gate.router_scaling_factor", lambda scale: 1.1 * scale),
+    "ExaoneMoe": _other("model.layers.1.self_attn.is_sliding", lambda sliding: True),
+    "HunYuanMoEV1": _one_pair_at_rest,
+    "SarvamMoE": _one_pair_at_rest,
+    "Qwen3VLMoe": _text_pair_at_rest,
+    "Kimi_K25": _text_pair_at_rest,
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
 

@@ -152,6 +152,15 @@ def test_older_and_newer_keys_mean_the_same():
     assert expected.type == "yarn" and expected.theta == 1e6
 
 
+@pytest.mark.parametrize(
+    "table", [{"type": "dynamic", "factor": 4.0}, {"type": "mrope", "mrope_section": [8, 4, 4]}]
+)
+def test_types_that_are_the_default_within_the_context(table):
+    """transformers changes the base of a dynamic rope beyond max_position_embeddings, where no
+    engine goes; text has the same position three times."""
+    assert parse_rope({"rope_theta": 1e6, "rope_scaling": table}, 8192) == Rope(theta=1e6)
+
+
 def scaled(**table):
     return {"rope_parameters": {"rope_theta": 1e4, **table}}
 
@@ -159,7 +168,7 @@ def scaled(**table):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (scaled(rope_type="dynamic", factor=2.0), "'dynamic' .*length of the sequence"),
+        (scaled(rope_type="dynamic", alpha=2.0), "rope_parameters.alpha is not implemented"),
         (scaled(rope_type="longrope"), "'longrope' needs .*short_factor"),
         (
             scaled(rope_type="longrope", short_factor=[1.0]),
@@ -171,7 +180,7 @@ def scaled(**table):
             "short_mscale must be a number",
         ),
         (scaled(rope_type="proportional"), "'proportional' .*part of each head"),
-        (scaled(rope_type="mrope"), "'mrope' .*unknown.*supported: default, linear"),
+        (scaled(rope_type="xpos"), "'xpos' .*unknown.*supported: default, linear"),
         ({"partial_rotary_factor": 0}, "partial_rotary_factor must be a number above 0.* not 0"),
         ({"rope_theta": 1e6, **scaled()}, "contradicting values of rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta must be a number above 1, at most 1e.30"),

@@ -53,6 +53,14 @@ def shared():
     encoder.close()
 
 
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio"])
+def test_images_are_refused_by_name(encode, kind):
+    """A template would write a placeholder for them."""
+    parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {"url": "data:,"}}]
+    with pytest.raises(UserError, match=f"a part of type '{kind}'; moejax runs text models"):
+        encode({"messages": [{"role": "user", "content": parts}]})
+
+
 def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
     tokenizer = shared._tokenizer
     tokenizer.chat_template = TEMPLATE
