@@ -37,6 +37,7 @@ from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shar
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
+from moejax.models.gguf_header import is_gguf
 from pallas_kernels.records.absent import AbsentRecords
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
@@ -63,8 +64,8 @@ def load_checkpoint(
     """Loads a local checkpoint directory, shard by shard. It needs host memory for the experts, one
     parameter and a few tensors.
 
-    - `path`: a directory with config.json and model.safetensors or an index with shards, or an
-      Orbax checkpoint.
+    - `path`: a directory with config.json and model.safetensors or an index with shards, an Orbax
+      checkpoint, or a GGUF file.
     - `dtype`: "auto" (the checkpoint's) or one of DTYPE_NAMES.
     - `device`: jax's first device by default.
     - `progress`: called with (done, total) bytes of tensors read.
@@ -72,9 +73,8 @@ def load_checkpoint(
       (moejax.checkpoints.orbax.steps.Step).
     - `name_map`: which leaf of such a checkpoint is which tensor: a file, or the name of a shipped
       map (docs/how-to/checkpoints.md).
-    - `versions`: the versions of experts to load, or CHECKPOINT for those that the checkpoint is
-      quantized to. Where the checkpoint lacks one, the store gets dense, from which
-      moejax.checkpoints.versions.with_versions makes the version.
+    - `versions`: the versions of experts to load. Where the checkpoint lacks one, the store gets
+      dense, from which moejax.checkpoints.versions.with_versions makes the version.
     - `in_files`: experts stay in the files of a safetensors or converted checkpoint, and none of
       their bytes is read. Versions that would have to be made are refused.
     - `verify_reads`: compare experts that are read from files with their checksums, if there are.
@@ -237,13 +237,15 @@ def _unread(
 
 def checkpoint_format(
     directory: Path,
-) -> Literal["safetensors", "moejax-orbax", "orbax"]:
+) -> Literal["safetensors", "moejax-orbax", "orbax", "gguf"]:
     """The format of a checkpoint, found by the names of its files alone.
 
     Returns "safetensors" for a Hugging Face directory, "moejax-orbax" for what `moejax convert`
-    wrote, and "orbax" for any other Orbax checkpoint or a directory of its steps. Raises UserError
-    for an unfinished conversion and for a directory without a known format.
+    wrote, "orbax" for any other Orbax checkpoint or a directory of its steps, and "gguf" for a GGUF
+    file. Raises UserError for an unfinished conversion and for a directory without a known format.
     """
+    if is_gguf(directory):
+        return "gguf"
     if (directory / MANIFEST).exists():
         return "moejax-orbax"
     if (directory / JOURNAL).exists():

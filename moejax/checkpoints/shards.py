@@ -248,8 +248,7 @@ def _explain_nothing(directory: pathlib.Path) -> str:
         )
     if any(directory.glob("*.gguf")):
         return (
-            f"{directory}: {wanted}, only GGUF files, which moejax does not read; "
-            "use the model's safetensors checkpoint"
+            f"{directory}: {wanted}, only GGUF files; name one of them as the model, DIR/NAME.gguf"
         )
     return f"{directory}: {wanted}"
 

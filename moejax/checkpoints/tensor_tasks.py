@@ -20,6 +20,7 @@ from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
+from moejax.checkpoints.gguf_tensors import GgufReader
 from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
@@ -99,7 +100,7 @@ class OpenTensor:
         self, place: ExpertPlace, at: tuple[int, int], sink: RecordSink, dtype: np.dtype
     ) -> int:
         """Puts the codes and scales of a quantized matrix into a record. Returns the bytes read."""
-        assert isinstance(self.reader, QuantizedReader)
+        assert isinstance(self.reader, QuantizedReader | GgufReader)
         matrix, spans = self.reader.matrix(self.name, dtype), sink.layout.spans
         with contextlib.ExitStack() as stack:
             parts = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
-from moejax.models.family import Parts
+from moejax.models.family import Family, Parts
 from moejax.models.model_config import ModelConfig
 
 MOST_EXPERTS = 10**6
@@ -182,15 +182,28 @@ def _experts(
     prefix += family.experts
     stacked = {"gate_up": (count, 2 * width, hidden), "down": (count, hidden, width)}
     together = [prefix + name for name in family.stacked]
-    if family.matrices is None or any(name in found for name in together):
+    first = f"{prefix}0.{_names(family)[0]}.weight"
+    if any(name in found for name in together) or (family.matrices is None and first not in found):
         return {
             name: ExpertPlace(shape, layer, None, matrix)
             for name, (matrix, shape) in zip(together, stacked.items(), strict=True)
         }
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    names = dict(zip(shapes, family.matrices, strict=True))
+    names = dict(zip(shapes, _names(family), strict=True))
     return {
         f"{prefix}{expert}.{names[matrix]}.weight": ExpertPlace(shape, layer, expert, matrix)
         for expert in range(count)
         for matrix, shape in shapes.items()
     }
+
+
+def _names(family: Family) -> tuple[str, str, str]:
+    """Names of gate, up and down of one expert, also where the family's own are always stacked."""
+    return family.matrices or ("gate_proj", "up_proj", "down_proj")
+
+
+def separate_experts(config: ModelConfig) -> set[str]:
+    """The names with which expected_tensors takes the experts as separate in every layer."""
+    family = FAMILIES[config.architecture]
+    name = f"{family.experts}0.{_names(family)[0]}.weight"
+    return {f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers)}

@@ -6,11 +6,12 @@ import dataclasses
 import os
 import pathlib
 
-from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax.errors import UserError, shown, user_errors
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Fields, token_ids
+from moejax.models.gguf_config import config_fields, quantization_of
+from moejax.models.gguf_header import is_gguf, read_gguf
 from moejax.models.model_config import ModelConfig
 from moejax.models.quantization import KEYS, parse_quantization
 
@@ -18,11 +19,13 @@ from moejax.models.quantization import KEYS, parse_quantization
 def load_config(directory: str | os.PathLike) -> ModelConfig:
     """Reads config.json, and end-of-sequence ids of generation_config.json if it has any.
 
-    - `directory`: a local Hugging Face checkpoint.
+    - `directory`: a local Hugging Face checkpoint, or a GGUF file.
 
     Raises UserError, which names file and field.
     """
     path = checkpoint_directory(directory)
+    if is_gguf(path):
+        return _load_gguf_config(path)
     config = parse_config(read_json(path / "config.json"), str(path / "config.json"))
     generation = path / "generation_config.json"
     if generation.exists():
@@ -33,17 +36,26 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
 
 
 def record_version(directory: str | os.PathLike) -> str:
-    """CHECKPOINT for a checkpoint whose config.json names a quantization, else "dense". Raises
-    UserError as load_config, for those that do."""
+    """The version that the experts of a checkpoint are in, "dense" unless its config.json or its
+    GGUF file says that they are quantized. Raises UserError as load_config, for those that do."""
     path = pathlib.Path(directory).expanduser() / "config.json"
-    if not path.is_file():
-        return "dense"
-    raw = read_json(path)
-    inner = raw.get("text_config")
-    tables = (raw, inner) if isinstance(inner, dict) else (raw,)
-    if not any(table.get(key) for table in tables for key in KEYS):
-        return "dense"
-    return "dense" if load_config(directory).quantization is None else CHECKPOINT
+    if not is_gguf(directory):
+        if not path.is_file():
+            return "dense"
+        raw = read_json(path)
+        inner = raw.get("text_config")
+        tables = (raw, inner) if isinstance(inner, dict) else (raw,)
+        if not any(table.get(key) for table in tables for key in KEYS):
+            return "dense"
+    quantization = load_config(directory).quantization
+    return "dense" if quantization is None else quantization.version
+
+
+def _load_gguf_config(path: pathlib.Path) -> ModelConfig:
+    headers = read_gguf(path)
+    config = parse_config(config_fields(headers), str(path))
+    layers = [layer for layer, moe in enumerate(config.moe_layers) if moe]
+    return dataclasses.replace(config, quantization=quantization_of(headers, layers))
 
 
 def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:

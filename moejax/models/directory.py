@@ -26,11 +26,11 @@ EMBEDDED = importlib.resources.files("moejax") / "demo"
 
 
 def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
-    """The path as a pathlib.Path. Raises UserError, which says what is expected, for no
-    directory."""
+    """The path as a pathlib.Path. Raises UserError, which says what is expected, for no directory
+    and no GGUF file."""
     directory = pathlib.Path(path).expanduser()
     try:
-        if directory.is_dir():
+        if directory.is_dir() or (directory.suffix == ".gguf" and directory.is_file()):
             return directory
     except OSError as error:  # a parent without permission to search, a name that is too long
         raise UserError(f"{path}: cannot be opened ({error.strerror})") from error

@@ -19,11 +19,13 @@ from pallas_kernels.route import RouteRule
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense."""
+    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense, with
+    the same sliding window (in tokens; None: no window)."""
 
     moe: bool
     start: int
     count: int
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,20 +102,6 @@ class ModelConfig:
     """Of the checkpoint's matrices, as their authors quantized them."""
 
     @property
-    def moe_versions(self) -> tuple[str, ...]:
-        """The version of each MoE layer's experts in the checkpoint."""
-        found = ("dense",) if self.quantization is None else self.quantization.versions
-        return found * sum(self.moe_layers) if len(found) == 1 else found
-
-    @property
-    def expert_layers(self) -> dict[str, tuple[int, ...]]:
-        """Version of experts in the checkpoint → its MoE layers."""
-        layers: dict[str, list[int]] = {}
-        for layer, version in enumerate(self.moe_versions):
-            layers.setdefault(version, []).append(layer)
-        return {version: tuple(each) for version, each in layers.items()} or {"dense": ()}
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer."""
         inside = self.window_layers or (True,) * self.num_hidden_layers
@@ -122,10 +110,12 @@ class ModelConfig:
     @property
     def runs(self) -> tuple[Run, ...]:
         """The layers as runs of equal layers, in order."""
-        kinds = self.moe_layers
+        kinds = list(zip(self.moe_layers, self.windows, strict=True))
         starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
         ends = [*starts[1:], len(kinds)]
-        return tuple(Run(kinds[s], s, e - s) for s, e in zip(starts, ends, strict=True))
+        return tuple(
+            Run(kinds[s][0], s, e - s, kinds[s][1]) for s, e in zip(starts, ends, strict=True)
+        )
 
     @property
     def route_rule(self) -> RouteRule:

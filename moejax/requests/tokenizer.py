@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
 from moejax.models.directory import read_bounded, read_json, require_own_file
+from moejax.models.gguf_header import is_gguf
+from moejax.requests.gguf_tokenizer import load_gguf_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +65,8 @@ _PROMPT_CONTEXT = 6
 def load_tokenizer(
     directory: str | os.PathLike[str], required: bool = False
 ) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a Hugging Face model directory; None if it has none, unless it is required.
+    """The tokenizer of a Hugging Face model directory or a GGUF file; None if it has none, unless
+    it is required.
 
     Reads local files only: ``tokenizer.json`` unchanged, with the special tokens and the chat
     template of ``tokenizer_config.json``. Another thread may call it, so that the second of
@@ -74,6 +77,8 @@ def load_tokenizer(
     without ``tokenizer.json``, or missing where they are required.
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return load_gguf_tokenizer(directory)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
             # Reading would load the whole file, holes included.

@@ -69,8 +69,8 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
         runs = not check.rows or min(check.rows) < 2 * steps.shapes.rows
         return check.wide in widths and runs
 
-    shape = kernel_shape(steps.config, steps.dtype, steps.layout, steps.formats)
-    return [check for check in checks(shape, steps.ops) if needed(check)]
+    shapes = kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats)
+    return [check for shape in shapes for check in checks(shape, steps.ops) if needed(check)]
 
 
 def native_note(steps: StepSpec, platform: str) -> str:
@@ -81,10 +81,11 @@ def native_note(steps: StepSpec, platform: str) -> str:
     return f"{reason}; all ops run in XLA" if reason else ""
 
 
-def kernel_shape(
+def kernel_shapes(
     config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None = None
-) -> ModelShape:
-    """Returns what decides the configurations of a model's kernels.
+) -> tuple[ModelShape, ...]:
+    """Returns what decides the configurations of a model's kernels, one shape for each sliding
+    window.
 
     - `formats`: the formats of the run's versions; None: dense alone.
     """
@@ -106,8 +107,7 @@ def kernel_shape(
         head_dim=page.head_dim,
         products=_products(config, dtype, layers),
         block_size=page.block_size,
-        window=config.sliding_window if any(config.windows) else None,
-        sinks="sinks" in names,
+        window=None,
         activation=config.hidden_act,
         dtype=dtype,
         latent=page.latent,
@@ -121,10 +121,11 @@ def kernel_shape(
         and config.residual_multiplier == 1
         and "post_norm_bias" not in names,
     )
-    if formats is None:
-        return shape
-    versions = tuple((f.cell.version, f.store.version) for f in formats)
-    return dataclasses.replace(shape, versions=versions)
+    if formats is not None:
+        versions = tuple((f.cell.version, f.store.version) for f in formats)
+        shape = dataclasses.replace(shape, versions=versions)
+    windows = sorted(set(config.windows), key=lambda w: w or 0)
+    return tuple(dataclasses.replace(shape, window=window) for window in windows)
 
 
 NARROW_BYTES = 1 << 32

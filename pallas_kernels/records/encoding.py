@@ -88,6 +88,19 @@ def float4_value(codes: jax.Array) -> jax.Array:
     return (fraction << jnp.maximum(exponent, 1)).astype(jnp.float32) * sign
 
 
+def iq4_value(codes: jax.Array) -> jax.Array:
+    """float32 of IQ4_NL's codes, levels that llama.cpp chose."""
+    levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    return jnp.asarray(levels, jnp.float32)[codes.astype(jnp.int32)]
+
+
+GGUF = {
+    "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0),
+    "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0),
+    "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0),
+}
+"""Formats of GGUF files, by ggml's names of them."""
+
 _CODES = {
     "fp8": Encoding(bits=8, value=float8_value, largest=448.0),
     "fp4": Encoding(bits=4, value=float4_value, largest=6.0),
@@ -110,8 +123,10 @@ def read_name(name: str) -> Encoding | None:
     """The format of weights that others quantized, by its name: the codes, how many weights along
     the reduced axis share a scale ("channel": all) and how many along the other one, and what the
     scale is, as in `fp8-128x128-f32`, `fp4-32-e8m0`, `int4-32-bf16`, `int8-channel-f16`. A product
-    with a scale of 16 bits is rounded to the scale's dtype, as those who wrote it round it. None:
-    no such name."""
+    with a scale of 16 bits is rounded to the scale's dtype, as those who wrote it round it. Formats
+    of GGUF have ggml's names, such as `q8_0`. None: no such name."""
+    if name in GGUF:
+        return GGUF[name]
     if (found := _NAME.fullmatch(name)) is None:
         return None
     code, group, across, scale = found.groups()

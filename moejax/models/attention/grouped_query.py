@@ -66,13 +66,12 @@ class GroupedQueryAttention:
             config.rms_norm_eps,
             implementation=stack.ops.kv_write,
         )
-        read, per_layer = attention_options(stack, page), stack.per_layer(i)
+        read = attention_options(stack, page)
         if tokens.write_and_attend is not None:
             options = {"counters": counters, "write": write, "read": read}
-            return tokens.write_and_attend(heads, arena, places, per_layer=per_layer, **options)
+            return tokens.write_and_attend(heads, arena, places, **options)
         q, arena = kv_write(heads, arena, places, write)
-        given = {"layer": places.layer, "options": read, "per_layer": per_layer}
-        return tokens.attention(q, arena, **given), arena, counters
+        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
 
 
 GROUPED_QUERY = GroupedQueryAttention()

@@ -56,8 +56,8 @@ def assert_same(one, other):
             )
         )
     )
-    first, second = (np.asarray(loaded.store.arrays["dense"]) for loaded in (one, other))
-    np.testing.assert_array_equal(first, second)
+    stores = [np.asarray(loaded.store.arrays["dense"]) for loaded in (one, other)]
+    np.testing.assert_array_equal(*stores)
 
 
 @pytest.mark.parametrize("architecture", WRAPPERS)

@@ -1,0 +1,259 @@
+"""Reads the tensors of GGUF files under the names that transformers uses.
+
+The codes and scales of experts go into records as they are. Everything else that is quantized is
+dequantized by the gguf package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_scales
+from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
+from moejax.checkpoints.tensors import ExpertPlace, expected_tensors, separate_experts
+from moejax.errors import UserError
+from moejax.models.gguf_config import FLOATS, FORMATS, architecture_of
+from moejax.models.gguf_header import GgufHeader, GgufTensor
+from moejax.models.model_config import ModelConfig
+from pallas_kernels.records.encoding import Encoding
+from pallas_kernels.records.format import encoding_of
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+Unpack = Callable[[np.ndarray, Encoding], QuantizedMatrix]
+"""(uint8[rows, blocks, bytes of a block], the format) → the matrix."""
+
+Restore = Callable[[Sequence[np.ndarray]], np.ndarray]
+"""The tensors that a converter made of one, float32 → that tensor."""
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from."""
+
+    parts: tuple[tuple[GgufHeader, str], ...]
+    """File and name of the GGUF tensors that it is made of."""
+    index: int | None = None
+    """The expert, in a tensor stacked over experts."""
+    restore: Restore | None = None
+    """Undoes what the converter did; None: it is the tensor."""
+
+    @property
+    def tensor(self) -> GgufTensor:
+        """The first part."""
+        header, name = self.parts[0]
+        return header.tensors[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A TensorFile: what one GGUF file holds of a model. Quantized tensors look like float32.
+
+    sources: tensor → where it comes from.
+    """
+
+    header: GgufHeader
+    tensors: dict[str, Header]
+    sources: dict[str, Source]
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.header.path
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor is quantized."""
+        return self.sources[name].tensor.type in FORMATS
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[GgufReader]:
+        with _as_shard(self.header).open() as reader:
+            yield GgufReader(self, reader)
+
+
+def _as_shard(header: GgufHeader) -> Shard:
+    """The file as tensors of bytes."""
+    tensors, begins = {}, {}
+    for name, tensor in header.tensors.items():
+        rows = math.prod(tensor.shape[:-1])
+        shape = (*tensor.shape[:-1], tensor.nbytes // rows if rows else 0)
+        tensors[name], begins[name] = Header("uint8", shape), tensor.begin
+    return Shard(header.path, tensors, begins, header.stamp)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufReader:
+    """An open GgufFile; a TensorReader."""
+
+    file: GgufFile
+    reader: ShardReader
+
+    splits = True
+
+    def rows(self, name: str, index: int | None = None) -> ReadRows:
+        source = self.file.sources[name]
+        if source.restore is not None:
+            parts = [_floats(self._bytes(part), part) for part in source.parts]
+            whole = source.restore(parts).reshape(-1, self.file.tensors[name].shape[-1])
+            return lambda first, out: np.copyto(out, whole[first : first + len(out)])
+        part = source.parts[0]
+        read = self.reader.rows(part[1], source.index)
+        per_row = self.reader.shard.tensors[part[1]].shape[-1]
+
+        def fill(first: int, out: np.ndarray) -> None:
+            if source.tensor.type in FLOATS:
+                read(first, out.view(np.uint8).reshape(len(out), -1))
+                return
+            raw = np.empty((len(out), per_row), np.uint8)
+            read(first, raw)
+            out[:] = _floats(raw, part)
+
+        return fill
+
+    def matrix(self, name: str, dtype: np.dtype) -> QuantizedMatrix:
+        """Reads the codes and scales of a matrix.
+
+        - `dtype`: the run's.
+
+        Raises UserError that names the tensor, for scales that give no finite weights.
+        """
+        source = self.file.sources[name]
+        encoding = encoding_of(FORMATS[source.tensor.type])
+        weights, nbytes = _block(source.tensor.type)
+        raw = self._bytes(source.parts[0], source.index).reshape(-1)
+        shape = (source.tensor.shape[-2], source.tensor.shape[-1] // weights, nbytes)
+        matrix = UNPACK[source.tensor.type](raw.reshape(shape), encoding)
+        try:
+            matrix.check(dtype)
+        except QuantizedError as error:
+            expert = "" if source.index is None else f", expert {source.index}"
+            raise UserError(
+                f"{self.file.path}: tensor {source.parts[0][1]}{expert} {error}"
+            ) from None
+        return matrix
+
+    def _bytes(self, part: tuple[GgufHeader, str], index: int | None = None) -> np.ndarray:
+        """uint8[rows, bytes of a row] of a tensor, or of one expert's part of it."""
+        header, name = part
+        with contextlib.ExitStack() as stack:
+            mine = header is self.file.header
+            reader = self.reader if mine else stack.enter_context(_as_shard(header).open())
+            *axes, width = reader.shard.tensors[name].shape
+            out = np.empty((math.prod(axes if index is None else axes[1:]), width), np.uint8)
+            reader.rows(name, index)(0, out)
+        return out
+
+
+def _block(type_: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[type_]]
+
+
+def _floats(raw: np.ndarray, part: tuple[GgufHeader, str]) -> np.ndarray:
+    """float32[rows, width] of bytes.
+
+    - `raw`: uint8[rows, bytes of a row].
+    """
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    header, name = part
+    try:
+        return dequantize(raw, GGMLQuantizationType[header.tensors[name].type])
+    except NotImplementedError as error:
+        raise UserError(f"{header.path}: tensor {name}: {error}") from None
+
+
+def _halves(blocks: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits: the lower halves of a block's bytes, then the upper halves."""
+    return np.concatenate([blocks & 15, blocks >> 4], -1).reshape(len(blocks), -1)
+
+
+def _scaled(scale: str, codes: Callable[[np.ndarray], np.ndarray]) -> Unpack:
+    """Unpacks blocks of a scale of that dtype and codes."""
+    width = np.dtype(scale).itemsize
+
+    def unpack(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
+        scales = np.ascontiguousarray(blocks[..., :width]).view(scale)[..., 0]
+        return QuantizedMatrix(codes(blocks[..., width:]), as_scales(scales, encoding), encoding)
+
+    return unpack
+
+
+UNPACK: dict[str, Unpack] = {
+    "Q8_0": _scaled("<f2", lambda blocks: blocks.reshape(len(blocks), -1) ^ np.uint8(0x80)),
+    "Q4_0": _scaled("<f2", _halves),
+    "IQ4_NL": _scaled("<f2", _halves),
+    "MXFP4": _scaled("u1", _halves),
+}
+
+
+def open_gguf(headers: Sequence[GgufHeader], config: ModelConfig) -> tuple[GgufFile, ...]:
+    """Finds the tensors of a model in its files. Raises UserError that names the tensor, for one
+    that is missing, has another shape, or that the model does not have."""
+    from gguf import get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    named = headers[0].metadata["general.architecture"]
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == named)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    permuted = architecture_of(headers).permuted
+    owner = {name: header for header in headers for name in header.tensors}
+    files = {header.path: GgufFile(header, {}, {}) for header in headers}
+    used = set()
+    for name, place in expected_tensors(config, separate_experts(config)).items():
+        index, restore = None, _unpermuted(config, name) if permuted else None
+        if isinstance(place, ExpertPlace):
+            index, wanted = place.expert, f"blk.{name.split('.')[2]}.ffn_{place.matrix}_exps.weight"
+        else:
+            stem = name.replace("_correction_bias", "_correction.bias")
+            wanted = names.get_name(stem, (".weight", ".bias")) or name
+        if wanted not in owner:
+            raise UserError(f"{headers[0].path}: tensor {wanted} is missing")
+        source = Source(((owner[wanted], wanted),), index, restore)
+        shape = place.shape if index is None else (config.num_experts, *place.shape)
+        _check_shape(source, shape)
+        used.add(wanted)
+        dtype = FLOATS.get(source.tensor.type, "float32") if restore is None else "float32"
+        file = files[owner[wanted].path]
+        file.tensors[name], file.sources[name] = Header(dtype, place.shape), source
+    for name, header in owner.items():
+        later = (found := _LAYER.match(name)) and int(found[1]) >= config.num_hidden_layers
+        if name not in used and not later:
+            raise UserError(f"{header.path}: tensor {name} is not one that {named} has")
+    return tuple(files.values())
+
+
+def _check_shape(source: Source, wanted: tuple[int, ...]) -> None:
+    """Raises UserError for another shape; axes of one do not count."""
+    header, name = source.parts[0]
+    found = source.tensor.shape
+    if [size for size in found if size != 1] != [size for size in wanted if size != 1]:
+        raise UserError(
+            f"{header.path}: tensor {name} has shape {list(found)}, but the file's metadata asks "
+            f"for {list(wanted)}"
+        )
+
+
+def _unpermuted(config: ModelConfig, name: str) -> Restore | None:
+    """For q and k: puts values that are rotated together, which llama.cpp has side by side, into
+    the two halves of a head."""
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    if (found := re.search(r"self_attn\.([qk])_proj\.", name)) is None:
+        return None
+    count = heads[found[1]]
+
+    def restore(parts: Sequence[np.ndarray]) -> np.ndarray:
+        (whole,) = parts
+        rows = whole.reshape(count, -1, 2, whole.shape[-1] if len(whole) > 1 else 1)
+        return rows.swapaxes(1, 2).reshape(whole.shape)
+
+    return restore

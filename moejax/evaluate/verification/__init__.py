@@ -1,1 +1,0 @@
-"""Checks that a checkpoint computes on this machine what its authors meant (`moejax verify`)."""

@@ -1,0 +1,246 @@
+"""The config of a model in a GGUF file: its metadata as transformers' config.json would say it.
+
+Keys are those that llama.cpp's converters write. A key of the architecture that is not read here is
+refused by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moejax.errors import UserError, shown
+from moejax.models.gguf_header import GgufHeader, GgufTensor
+from moejax.models.quantization import Quantization
+from pallas_kernels.records.format import MATRICES, join_names
+
+FORMATS: dict[str, str] = {
+    "Q8_0": "q8_0",
+    "Q4_0": "q4_0",
+    "IQ4_NL": "iq4_nl",
+    "MXFP4": "fp4-32-e8m0",
+}
+"""ggml type that experts may be in → the record format that holds its codes."""
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""ggml type that is not quantized → its dtype."""
+
+_COMMON: dict[str, str | None] = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts",
+    "vocab_size": None,
+}
+"""Key after the architecture → the field of config.json; None: it says nothing that the tensors do
+not."""
+
+_ROPE = {
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+
+_READ_HERE = (
+    "attention.value_length",
+    "expert_gating_func",
+    "expert_shared_feed_forward_length",
+    "nextn_predict_layers",
+    "rope.dimension_count",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_log_multiplier",
+)
+"""Keys that the functions of this file read, or that change nothing."""
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""Values of expert_gating_func."""
+
+
+class _File:
+    """The metadata and tensors of a model's files."""
+
+    def __init__(self, headers: Sequence[GgufHeader]):
+        self.path, self.metadata = headers[0].path, headers[0].metadata
+        self.tensors: dict[str, GgufTensor] = {}
+        for header in headers:
+            self.tensors |= header.tensors
+        self.architecture = self.metadata.get("general.architecture")
+        if not isinstance(self.architecture, str):
+            raise self.refuse("general.architecture", self.architecture)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key after the architecture. Values of layers that are all equal count as
+        one."""
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            return value[0]
+        return value
+
+    def refuse(self, key: str, value: Any) -> UserError:
+        return UserError(f"{self.path}: {key} is {shown(value)}, which is not supported")
+
+    def refuse_own(self, key: str) -> UserError:
+        return self.refuse(f"{self.architecture}.{key}", self.get(key))
+
+
+def _attention(file: _File) -> dict[str, Any]:
+    """Fields of grouped-query attention that the tensors show."""
+    biased = "blk.0.attn_q.bias" in file.tensors
+    return {"attention_bias": biased, "qkv_bias": biased}
+
+
+def _qwen3(file: _File) -> dict[str, Any]:
+    return {"num_experts": file.get("expert_count"), "norm_topk_prob": True, **_attention(file)}
+
+
+def _qwen2(file: _File) -> dict[str, Any]:
+    width = file.get("expert_shared_feed_forward_length")
+    return {
+        "num_experts": file.get("expert_count"),
+        "shared_expert_intermediate_size": width,
+        "norm_topk_prob": False,
+        **_attention(file),
+    }
+
+
+def _mixtral(file: _File) -> dict[str, Any]:
+    return {"num_local_experts": file.get("expert_count")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp's converter writes a family.
+
+    - `family`: the architecture in config.json.
+    - `fields`: the file → fields of config.json that go before those of _COMMON.
+    - `keys`: key after the architecture → field, over _COMMON.
+    - `permuted`: whether rotated values of q and k lie in pairs, not in halves.
+    - `gating`: expert_gating_func, if the file has it.
+    """
+
+    family: str
+    fields: Callable[[_File], dict[str, Any]]
+    keys: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    permuted: bool = False
+    gating: int = _SOFTMAX
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2),
+    "llama": Architecture("MixtralForCausalLM", _mixtral, permuted=True),
+}
+"""general.architecture → how its files are read."""
+
+
+def architecture_of(headers: Sequence[GgufHeader]) -> Architecture:
+    """How the files of a model are read. Raises UserError for an unknown architecture."""
+    return _architecture(_File(headers))
+
+
+def _architecture(file: _File) -> Architecture:
+    if (found := ARCHITECTURES.get(file.architecture)) is None:
+        raise UserError(
+            f"{file.path}: general.architecture {shown(file.architecture)} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if not file.get("expert_count"):
+        raise UserError(f"{file.path}: {file.architecture}.expert_count is 0: a dense model")
+    return found
+
+
+def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
+    """The fields of config.json for the files of a model.
+
+    Raises UserError that names the key, for metadata that is not read here.
+    """
+    file = _File(headers)
+    architecture = _architecture(file)
+    keys = {**_COMMON, **architecture.keys}
+    prefix = f"{file.architecture}."
+    own = [key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)]
+    for key in own:
+        if key not in keys and key not in _ROPE and key not in (*_READ_HERE, "expert_count"):
+            raise file.refuse_own(key)
+    if (gating := file.get("expert_gating_func")) not in (None, 0, architecture.gating):
+        raise file.refuse("expert_gating_func", gating)
+    fields: dict[str, Any] = {"architectures": [architecture.family], "hidden_act": "silu"}
+    fields |= {keys[key]: file.get(key) for key in own if keys.get(key) is not None}
+    fields |= architecture.fields(file)
+    if (embedding := file.tensors.get("token_embd.weight")) is None or len(embedding.shape) != 2:
+        raise UserError(f"{file.path}: tensor token_embd.weight is missing")
+    fields["vocab_size"] = embedding.shape[0]
+    fields["tie_word_embeddings"] = "output.weight" not in file.tensors
+    fields["num_hidden_layers"] = _layers(file)
+    fields["rope_parameters"] = _rope(file, fields)
+    fields["dtype"] = FLOATS.get(embedding.type, "bfloat16")
+    ends = (file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))
+    fields["eos_token_id"] = [*dict.fromkeys(end for end in ends if end is not None)]
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _layers(file: _File) -> Any:
+    count, later = file.get("block_count"), file.get("nextn_predict_layers", 0)
+    return count - later if isinstance(count, int) and isinstance(later, int) else count
+
+
+def _rope(file: _File, fields: dict[str, Any]) -> dict[str, Any]:
+    found = {field: file.get(key) for key, field in _ROPE.items() if file.get(key) is not None}
+    if found.setdefault("rope_type", "none") == "none":
+        found = {"rope_theta": found.get("rope_theta", 10_000.0), "rope_type": "default"}
+    elif found["rope_type"] not in ("linear", "yarn"):
+        raise file.refuse_own("rope.scaling.type")
+    return found
+
+
+def expert_versions(headers: Sequence[GgufHeader], layers: Sequence[int]) -> dict[int, str | None]:
+    """Layer → the record format of its experts; None: they are not quantized.
+
+    - `layers`: those with experts.
+
+    Raises UserError for a type that no record format holds.
+    """
+    owner = {name: header for header in headers for name in header.tensors}
+    found: dict[int, str | None] = {}
+    for layer in layers:
+        names = [f"blk.{layer}.ffn_{matrix}_exps.weight" for matrix in MATRICES]
+        formats = []
+        for name in names:
+            if (header := owner.get(name)) is None:
+                raise UserError(f"{headers[0].path}: tensor {name} is missing")
+            type_ = header.tensors[name].type
+            if type_ not in FORMATS and type_ not in FLOATS:
+                raise UserError(
+                    f"{header.path}: tensor {name} is {type_}; experts may be in "
+                    f"{', '.join((*FORMATS, *FLOATS))}"
+                )
+            formats.append(FORMATS.get(type_, "dense"))
+        found[layer] = None if {*formats} == {"dense"} else join_names(formats)
+    return found
+
+
+def quantization_of(headers: Sequence[GgufHeader], layers: Sequence[int]) -> Quantization | None:
+    """The quantization of a model's experts; None: there is none.
+
+    - `layers`: those with experts.
+    """
+    versions = [version for version in expert_versions(headers, layers).values() if version]
+    return Quantization("GGUF", "gguf", versions[0]) if versions else None

@@ -1,0 +1,104 @@
+"""The tokenizer in a GGUF file's metadata, made by transformers' converter."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from moejax.errors import UserError, shown
+from moejax.models.gguf_header import read_gguf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MOST_ADDED = 1 << 16
+"""Most control and user tokens of a tokenizer, each of which is searched in every text."""
+
+_CONTROL, _USER = 3, 4
+"""Types of tokens that are never split."""
+
+_GPT2 = ("gpt-2", "olmo", "phi-2", "mpt", "dots1")
+"""Names of pre-tokenizers that split as GPT-2's, the converter's default."""
+
+_NAMES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id"}
+_NAMES["pad"] = "padding_token_id"
+
+
+def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
+    """The tokenizer and chat template in a GGUF file; None if it has none.
+
+    Raises UserError for a kind of tokenizer or pre-tokenizer that is not known.
+    """
+    header = read_gguf(path)[0]
+    given = {
+        key.removeprefix("tokenizer."): value
+        for key, value in header.metadata.items()
+        if key.startswith("tokenizer.")
+    }
+    if not given.get("ggml.tokens"):
+        return None
+    where, tokens = header.path, given["ggml.tokens"]
+    _check(given, str(where))
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    except ImportError:
+        raise UserError(
+            f"{where}: its tokenizer needs transformers 5.24 or newer: pip install 'moejax[gguf]'"
+        ) from None
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    table = {name: given[key] for key, name in names.items() if key in given}
+    options: dict[str, Any] = {
+        f"{name}_token": tokens[given[f"ggml.{key}"]]
+        for name, key in _NAMES.items()
+        if f"ggml.{key}" in given
+    }
+    if isinstance(template := given.get("chat_template"), str):
+        options["chat_template"] = template
+    # llama.cpp begins with bos where a sentencepiece vocabulary does not say otherwise.
+    spm = given["ggml.model"] == "llama"
+    options["add_bos_token"] = given.get("ggml.add_bos_token", spm)
+    options["add_eos_token"] = given.get("ggml.add_eos_token", False)
+    try:
+        backend, _ = convert_gguf_tokenizer(header.metadata["general.architecture"], table)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of tokenizers: a bare Exception, or a panic of its code
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{where}: its tokenizer cannot be made ({first_line}); give one with --tokenizer"
+        ) from error
+
+
+def _check(given: dict[str, Any], where: str) -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    def refuse(key: str, why: str) -> UserError:
+        return UserError(
+            f"{where}: tokenizer.{key} {why}; give the model's tokenizer with --tokenizer"
+        )
+
+    tokens = given["ggml.tokens"]
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise refuse("ggml.tokens", "must be a list of texts")
+    for key, kind in (("ggml.merges", str), ("ggml.scores", float), ("ggml.token_type", int)):
+        values = given.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise refuse(key, "has values of another type")
+        if values and key != "ggml.merges" and len(values) != len(tokens):
+            raise refuse(key, f"has {len(values)} values for {len(tokens)} tokens")
+    added = sum(kind in (_CONTROL, _USER) for kind in given.get("ggml.token_type", []))
+    if added > MOST_ADDED:
+        raise refuse("ggml.token_type", f"has {added} added tokens; at most {MOST_ADDED} are read")
+    for key in _NAMES.values():
+        number = given.get(f"ggml.{key}", 0)
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            raise refuse(f"ggml.{key}", f"is {shown(number)} of {len(tokens)} tokens")
+    model, pre = given.get("ggml.model"), given.get("ggml.pre", "default")
+    if model not in ("gpt2", "llama"):
+        raise refuse("ggml.model", f"is {shown(model)}, which is not supported")
+    if model == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2):
+        raise refuse("ggml.pre", f"is {shown(pre)}, a way to split words that is not known here")

@@ -1,0 +1,146 @@
+"""Small GGUF files, written by the gguf package as llama.cpp's converter writes them, and the same
+models dequantized by that package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize, quantize
+
+from tests.moejax.transformers_models import random_model
+
+Keys = Callable[[gguf.GGUFWriter, dict[str, Any]], None]
+"""Writes the keys that only this architecture has, of a config.json."""
+
+
+def _qwen3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _qwen2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+
+
+ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
+    "Qwen3Moe": (gguf.MODEL_ARCH.QWEN3MOE, _qwen3),
+    "Qwen2Moe": (gguf.MODEL_ARCH.QWEN2MOE, _qwen2),
+    "Mixtral": (gguf.MODEL_ARCH.LLAMA, _llama),
+}
+"""Family → its architecture in GGUF."""
+
+_PERMUTED = ("Mixtral",)
+"""Families whose converter puts rotated pairs side by side."""
+
+
+def _common(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(config[key] for key in experts if key in config))
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+
+
+def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """As LlamaModel.permute of llama.cpp's conversion/llama.py."""
+    rows = weights.shape[0]
+    split = weights.reshape(heads, 2, rows // heads // 2, *weights.shape[1:])
+    return split.swapaxes(1, 2).reshape(weights.shape)
+
+
+def _type_of(name: str, weights: np.ndarray, wanted: str) -> str:
+    """As llama.cpp falls back where rows are no whole blocks."""
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]]
+    plain = weights.ndim < 2 or "ffn_gate_inp" in name or weights.shape[-1] % block
+    return "F32" if plain else wanted
+
+
+def gguf_model(
+    path: Path,
+    family: str = "Qwen3Moe",
+    experts: str = "Q8_0",
+    others: str = "Q8_0",
+    down: str | None = None,
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    split: int = 0,
+    **config: Any,
+) -> Any:
+    """Writes a GGUF file, and beside it, as a directory with "-dense" in its name, the model that
+    it dequantizes to. Returns transformers' model of that.
+
+    - `experts`, `others`: the types of experts and of other matrices, where their rows are whole
+      blocks. Routers and vectors are F32.
+    - `down`: the type of the experts' down, if it is another one.
+    - `edit`: adds to the metadata.
+    - `split`: tensors of a file, if there are several.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = random_model(family, **config)
+    plain = path.with_name(f"{path.stem}-dense")
+    model.save_pretrained(plain)
+    fields = json.loads((plain / "config.json").read_text())
+    stored = {n: t.float().numpy() for n, t in load_file(plain / "model.safetensors").items()}
+    architecture, own_keys = ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(
+        path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split, small_first_shard=False
+    )
+    _common(writer, fields)
+    own_keys(writer, fields)
+    edit(writer)
+    names = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
+    stacks: dict[tuple[str, str], list[np.ndarray]] = {}
+    for name in sorted(stored, key=lambda n: [int(p) if p.isdigit() else p for p in n.split(".")]):
+        target = names.get_name(name, (".weight", ".bias"))
+        found = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
+        if found:
+            matrix = {"w1": "gate", "w2": "down", "w3": "up"}.get(found[2], found[2][:-5])
+            target = f"blk.{found[1]}.ffn_{matrix}_exps.weight"
+        assert target, name
+        kind = others if found is None else (down or experts) if "down" in target else experts
+        type_ = _type_of(target, stored[name], kind)
+        data = quantize(stored[name], gguf.GGMLQuantizationType[type_])
+        stored[name] = dequantize(data, gguf.GGMLQuantizationType[type_])
+        if family in _PERMUTED and ("attn_q." in target or "attn_k." in target):
+            heads = "num_attention_heads" if "attn_q." in target else "num_key_value_heads"
+            data = _permute(data, fields[heads])
+        if found:
+            stacks.setdefault((target, type_), []).append(data)
+            continue
+        writer.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType[type_])
+    for (target, type_), each in stacks.items():
+        writer.add_tensor(target, np.stack(each), raw_dtype=gguf.GGMLQuantizationType[type_])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    dense = {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in stored.items()}
+    save_file(dense, plain / "model.safetensors", {"format": "pt"})
+    return (
+        type(model)
+        .from_pretrained(
+            plain, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        .eval()
+    )
