@@ -101,6 +101,8 @@ class PagedExperts(nnx.Module):
         Raises UserError for a dtype that the records cannot have and an unknown activation.
         """
         self.layout = store.layouts["dense"]
+        if self.layout.biases:
+            raise UserError("PagedExperts computes experts without biases, and these have some")
         self.dtype = _dtype_name(dtype)
         if NUMPY_DTYPES[self.dtype].itemsize != self.layout.itemsize:
             raise UserError(

@@ -52,7 +52,8 @@ def encode(
 ) -> np.ndarray:
     """Encodes n experts into records uint16[n, rows, D].
 
-    - `weights`: [n, 3·I, D] of the format's dtype: gate rows, up rows, rows of down^T.
+    - `weights`: [n, fmt.weight_rows, D] of the format's dtype: gate rows, up rows, rows of down^T,
+      rows of biases, which every version keeps as they are.
     - `rule`: chooses the scales of the int versions.
     - `out`: memory for the records; None: new memory.
     - `workers`: the number of threads.
@@ -61,20 +62,23 @@ def encode(
     large for float16 scales), and for lossless12 and experts with more escapes than its tables
     hold; ValueError for weights of another shape or dtype.
     """
-    shape, dtype = (len(weights), 3 * fmt.width, fmt.hidden), NUMPY_DTYPES[fmt.dtype]
+    shape, dtype = (len(weights), fmt.weight_rows, fmt.hidden), NUMPY_DTYPES[fmt.dtype]
     if weights.shape != shape or weights.dtype != dtype:
         raise ValueError(
-            f"weights must be {dtype.name}[n, {3 * fmt.width}, {fmt.hidden}], not "
+            f"weights must be {dtype.name}[n, {fmt.weight_rows}, {fmt.hidden}], not "
             f"{weights.dtype.name}{list(weights.shape)}"
         )
     made = np.empty((len(weights), fmt.rows, fmt.hidden), np.uint16) if out is None else out
 
     def one(expert: int) -> str | None:
-        matrices = weights[expert].reshape(3, fmt.width, fmt.hidden)
+        matrices, biases = np.split(weights[expert], [3 * fmt.width])
         try:
-            encode_expert(matrices, fmt, rule, made[expert])
+            encode_expert(matrices.reshape(3, fmt.width, fmt.hidden), fmt, rule, made[expert])
         except (UnquantizableError, lossless.EscapeOverflowError) as error:
             return str(error)
+        if fmt.biases:
+            rows = made[expert, fmt.parts["gate_bias"][0] :].reshape(-1)
+            rows[: biases.nbytes // 2] = biases.reshape(-1).view(np.uint16)
         return None
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -86,7 +90,8 @@ def encode(
 
 
 def decode(stored: np.ndarray, fmt: RecordFormat) -> np.ndarray:
-    """Decodes the records of n experts into weights [n, 3·I, D] of the format's dtype.
+    """Decodes the records of n experts into weights [n, fmt.weight_rows, D] of the format's dtype,
+    as encode takes them.
 
     - `stored`: uint16[n, rows, D].
 
@@ -116,7 +121,7 @@ def encode_expert(
     Raises UnquantizableError and EscapeOverflowError.
     """
     if "weights" in fmt.encoding.fields:
-        record.reshape(-1)[:] = matrices.reshape(-1).view(np.uint16)
+        record.reshape(-1)[: matrices.nbytes // 2] = matrices.reshape(-1).view(np.uint16)
     elif "tables" in fmt.encoding.fields:
         lossless.encode_expert(matrices.view(np.uint16), fmt, record)
     else:

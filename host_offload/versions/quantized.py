@@ -39,8 +39,13 @@ class QuantizedMatrix:
     encoding: Encoding
 
     def rows(self, rows: slice) -> QuantizedMatrix:
-        """Some rows of the matrix. The first of them must be the first that its scale covers."""
+        """Some rows of the matrix: neighbours or, if each row has its own scales, every n-th.
+        Raises QuantizedError where rows before the first one share its scale."""
         across = self.encoding.across
+        if across == 1:
+            return dataclasses.replace(self, codes=self.codes[rows], scales=self.scales[rows])
+        if rows.step or rows.start % across:
+            raise QuantizedError(f"has scales of {across} rows that are of gate and of up")
         scales = slice(rows.start // across, -(-rows.stop // across))
         return dataclasses.replace(self, codes=self.codes[rows], scales=self.scales[scales])
 
@@ -77,7 +82,7 @@ class QuantizedMatrix:
         """
         down = matrix == "down"
         put_values(self.scales.T if down else self.scales, parts["scales"])
-        packed = np.ascontiguousarray(self.codes.T) if down else self.codes
+        packed = np.ascontiguousarray(self.codes.T if down else self.codes)
         pack(packed, self.encoding.bits, down, parts["codes"].reshape(-1))
 
 

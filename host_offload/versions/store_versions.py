@@ -147,8 +147,8 @@ def _encoded(
 def dense_weights(
     store: ExpertStore, dtype: str, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in
-    order. Each piece has as many experts as fit in 64 MiB, and at least one for each thread.
+    """Yields (layer, first expert, weights as encode takes them) of all experts, in order.
+    Each piece has as many experts as fit in 64 MiB, and at least one for each thread.
 
     - `dtype`: the run's.
     - `layers`: which layers; None: all.
@@ -163,8 +163,9 @@ def dense_weights(
 
 
 def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
-    """Views dense records uint16[n, rows, D] as weights [n, 3·I, D] of `dtype`, without a copy."""
-    shape = (len(records), 3 * layout.width, layout.hidden)
+    """Views dense records uint16[n, rows, D] as weights [n, layout.weight_rows, D] of `dtype`,
+    without a copy."""
+    shape = (len(records), layout.weight_rows, layout.hidden)
     return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
 
 

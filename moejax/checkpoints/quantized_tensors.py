@@ -18,6 +18,7 @@ import numpy as np
 from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_scales
 from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
+from moejax.checkpoints.tensors import BLOCKS
 from moejax.errors import UserError
 from moejax.models.quantization import Quantization
 from pallas_kernels.records.encoding import Encoding
@@ -49,7 +50,8 @@ def _words(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
 
 
 class Layout(NamedTuple):
-    """How a quantized matrix is stored. Each name replaces ".weight" in the matrix's name."""
+    """How a quantized matrix, or a stack of them, is stored. The names of its tensors begin alike;
+    fields are what follows."""
 
     codes: str
     """The name of the tensor of codes."""
@@ -62,13 +64,27 @@ class Layout(NamedTuple):
     """(width of a row, bits of a code) → how many stored values hold a row of codes."""
     shapes: tuple[str, ...] = ()
     """The names of tensors that hold the matrix's shape."""
+    name: str = ".weight"
+    """The name of the matrix that the tensors are read as."""
+    blocks: int = 0
+    """Codes have one more axis, of this size; 0: they have not."""
 
 
 LAYOUTS: dict[str, Layout] = {
     "fp8": Layout(
-        ".weight",
-        ".weight_scale_inv",
-        {".weight": ("float8_e4m3fn",), ".weight_scale_inv": (*_FLOATS, "float8_e8m0fnu")},
+        "",
+        "_scale_inv",
+        {"": ("float8_e4m3fn",), "_scale_inv": (*_FLOATS, "float8_e8m0fnu")},
+        name="",
+    ),
+    "mxfp4": Layout(
+        BLOCKS,
+        "_scales",
+        {BLOCKS: ("uint8",), "_scales": ("uint8", "float8_e8m0fnu")},
+        _nibbles,
+        lambda width, bits: width * bits // 8,
+        name=BLOCKS,
+        blocks=16,
     ),
     "float-quantized": Layout(
         ".weight",
@@ -105,11 +121,12 @@ LAYOUTS: dict[str, Layout] = {
 
 
 class Stored(NamedTuple):
-    """A quantized matrix: the shards and names of its codes and scales, and its shape [out, in]."""
+    """A quantized matrix: the shards and names of its codes and scales, and its shape [out, in]; or
+    a stack of them."""
 
     codes: tuple[Shard, str]
     scales: tuple[Shard, str]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     said: tuple[tuple[Shard, str], ...]
     """Tensors that must hold the shape."""
 
@@ -158,37 +175,42 @@ class QuantizedReader:
     def rows(self, name: str, index: int | None = None) -> ReadRows:
         if name not in self.file.matrices:
             return self.reader.rows(name, index)
-        matrix = self.matrix(name, NUMPY_DTYPES["float32"])
+        matrix = self.matrix(name, NUMPY_DTYPES["float32"], index)
         return matrix.dequantize
 
-    def matrix(self, name: str, dtype: np.dtype) -> QuantizedMatrix:
+    def matrix(self, name: str, dtype: np.dtype, index: int | None = None) -> QuantizedMatrix:
         """Reads the codes and scales of a matrix.
 
         - `dtype`: the run's.
+        - `index`: which one of a stack.
 
         Raises UserError that names the tensor, for codes or scales that give no finite weights.
         """
         stored, quantization = self.file.matrices[name], self.file.quantization
         encoding, layout = encoding_of(quantization.version), LAYOUTS[quantization.layout]
         try:
-            codes = layout.unpack(self._read(*stored.codes), encoding, stored.shape[1])
-            scales = as_scales(self._read(*stored.scales), encoding)
+            stored_codes = self._read(*stored.codes, index)
+            stored_codes = stored_codes.reshape(len(stored_codes), -1)
+            codes = layout.unpack(stored_codes, encoding, stored.shape[-1])
+            scales = as_scales(self._read(*stored.scales, index), encoding)
             matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding)
             for shard, tensor in stored.said:
                 if (said := self._read(shard, tensor)).tolist() != [*stored.shape]:
                     raise QuantizedError(f"has {tensor}, which says {said.tolist()}")
             matrix.check(dtype)
         except QuantizedError as error:
-            raise UserError(f"{self.file.path}: matrix {name} {error}") from None
+            of = "" if index is None else f"expert {index} of "
+            raise UserError(f"{self.file.path}: {of}matrix {name} {error}") from None
         return matrix
 
-    def _read(self, shard: Shard, name: str) -> np.ndarray:
+    def _read(self, shard: Shard, name: str, index: int | None = None) -> np.ndarray:
         header = shard.tensors[name]
-        values = np.empty(header.shape, np.dtype(header.dtype))
+        shape = header.shape if index is None else header.shape[1:]
+        values = np.empty(shape, np.dtype(header.dtype))
         with contextlib.ExitStack() as stack:
             mine = shard is self.file.shard
             reader = self.reader if mine else stack.enter_context(shard.open())
-            reader.rows(name)(0, values)
+            reader.rows(name, index)(0, values)
         return values
 
 
@@ -211,12 +233,13 @@ def find_quantized(
             used.add(name)
         _check(base, layout, owner)
         codes = base + layout.codes
-        if (whole := f"{base}.weight") in owner and codes != whole:
+        wholes = {base, f"{base}.weight"} - {codes}
+        for whole in wholes & owner.keys():
             raise UserError(f"{owner[whole].path}: tensor {whole} is there beside {codes}")
         shape = _shape(base, layout, encoding, owner)
         said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
         stored = Stored((owner[codes], codes), (shard, scales), shape, said)
-        found[id(owner[codes])][f"{base}.weight"] = stored
+        found[id(owner[codes])][base + layout.name] = stored
     files = []
     for shard in shards:
         matrices = found[id(shard)]
@@ -230,7 +253,7 @@ def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
     """Raises UserError for a part of a matrix whose dtype this format does not allow, and for a
     shape tensor that does not hold two numbers.
 
-    - `base`: the matrix's name without ".weight".
+    - `base`: what the names of its tensors begin with.
     - `owner`: tensor → its shard.
     """
     for suffix, dtypes in layout.dtypes.items():
@@ -248,29 +271,34 @@ def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
 
 def _shape(
     base: str, layout: Layout, encoding: Encoding, owner: Mapping[str, Shard]
-) -> tuple[int, int]:
-    """The shape [out, in] of a matrix. Raises UserError where the shapes of its codes and scales do
-    not fit together.
+) -> tuple[int, ...]:
+    """The shape [out, in] of a matrix, or [n, out, in] of a stack. Raises UserError where the
+    shapes of its codes and scales do not fit together.
 
-    - `base`: the matrix's name without ".weight".
+    - `base`: what the names of its tensors begin with.
     - `owner`: tensor → its shard.
     """
     names = base + layout.codes, base + layout.scales
     shard = owner[names[0]]
     codes, scales = (owner[name].tensors[name].shape for name in names)
-    if len(codes) != 2 or len(scales) != 2 or 0 in (*codes, *scales):
+    rows = codes
+    if layout.blocks and codes[-1:] == (layout.blocks,):
+        rows = *codes[:-2], math.prod(codes[-2:])
+    if len(rows) not in (2, 3) or len(scales) != len(rows) or 0 in (*codes, *scales):
+        blocks = f" and blocks of {layout.blocks} bytes" if layout.blocks else ""
         raise UserError(
-            f"{shard.path}: tensors {names[0]} and {names[1]} must have two axes, not the shapes "
-            f"{list(codes)} and {list(scales)}"
+            f"{shard.path}: tensors {names[0]} and {names[1]} must have two axes, or three of a "
+            f"stack{blocks}, not the shapes {list(codes)} and {list(scales)}"
         )
-    out, group = codes[0], encoding.groups[0]
+    *stack, out, stored = rows
+    group = encoding.groups[0]
     # The stored values of a row give the width, with the padding of the last word, if any.
     per_value = layout.pack(1 << 20, encoding.bits)
-    width = codes[1] * (1 << 20) // per_value
-    wanted = -(-out // encoding.across), -(-width // (group or width))
+    width = stored * (1 << 20) // per_value
+    wanted = *stack, -(-out // encoding.across), -(-width // (group or width))
     if scales != wanted:
         raise UserError(
             f"{shard.path}: tensor {names[1]} has shape {list(scales)}, but {names[0]} of shape "
             f"{list(codes)} asks for {list(wanted)} ({math.prod(wanted)} scales)"
         )
-    return out, width
+    return *stack, out, width

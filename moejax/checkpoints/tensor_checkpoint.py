@@ -89,11 +89,10 @@ class TensorCheckpoint(Checkpoint):
         for file, name in self.expert_tensors:
             place = self.places[name]
             assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
-            if place.turned:
+            if place.turned or place.is_bias:
                 raise UserError(
-                    f"{file.path}: store='file' reads experts as they are, and tensor {name} has "
-                    f"them as [in, out]; write another one with `moejax convert {self.directory} "
-                    "DST`"
+                    f"{file.path}: store='file' reads experts as they are, and tensor {name} lies "
+                    f"otherwise; write another one with `moejax convert {self.directory} DST`"
                 )
             if as_stored and (stored := file.tensors[name].dtype) != dtype:
                 raise UserError(
@@ -134,6 +133,8 @@ class TensorCheckpoint(Checkpoint):
         for file, name in self.expert_tensors:
             place = self.places[name]
             assert isinstance(place, ExpertPlace)
+            if place.is_bias:
+                continue
             coded = isinstance(file, QuantizedShard | GgufFile) and file.is_coded(name)
             before, other = found.setdefault(place.layer, (coded, name))
             if before != coded:

@@ -18,13 +18,14 @@ import numpy as np
 
 from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import NUMPY_DTYPES
+from host_offload.versions.quantized import QuantizedError, put_values
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
 from moejax.checkpoints.gguf_tensors import GgufReader
 from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 
 _CHUNK = 1 << 20
 """Bytes read at once: enough for a fast read, and still in the cache when they are checked."""
@@ -84,8 +85,11 @@ class OpenTensor:
         - `at`: layer and expert of the sink.
         - `dtype`: of the weights in the sink.
         """
+        index = expert if place.expert is None else None
+        if place.is_bias:
+            return self._put_bias(place, expert, at, sink, dtype)
         if "codes" in sink.layout.encodings[place.matrices[0]].fields:
-            return self._put_codes(place, at, sink, dtype)
+            return self._put_codes(place, index, at, sink, dtype)
         parts = [sink.layout.spans[matrix] for matrix in place.matrices]
         with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
             # An arena row of 16-bit values is a weight row; a float32 row takes two.
@@ -93,22 +97,72 @@ class OpenTensor:
             flat = records.reshape(-1)
             flat[count:] = 0  # what fills up a record of several formats
             weights = flat[:count].view(dtype).reshape(-1, sink.layout.hidden)
+            if place.interleaved:
+                return self._read_interleaved(place, weights, index)
             out = weights.T if (place.matrix == "down") != place.turned else weights
-            return self._read(out, 0, expert if place.expert is None else None)
+            return self._read(out, 0, index)
+
+    def _read_interleaved(self, place: ExpertPlace, weights: np.ndarray, index: int | None) -> int:
+        """Fills gate and up from a tensor in which they alternate. Returns the bytes read.
+
+        - `weights`: [2·I, D], gate rows before up rows.
+        - `index`: as in _read.
+        """
+        rows, width = place.shape[-2:]
+        step = max(2, _CHUNK // (width * weights.itemsize) & ~1)
+        for first in range(0, rows, step):
+            some = _buffer("interleaved", weights.dtype, (min(step, rows - first), width))
+            self._read(some, first, index)
+            last = first + len(some)
+            for number, into in enumerate(np.split(weights, 2)):
+                if place.turned:
+                    into[:, first:last] = some[:, number::2].T
+                else:
+                    into[first // 2 : last // 2] = some[number::2]
+        return rows * width * self._stored.itemsize
+
+    def _put_bias(
+        self,
+        place: ExpertPlace,
+        expert: int,
+        at: tuple[int, int],
+        sink: RecordSink,
+        dtype: np.dtype,
+    ) -> int:
+        """Puts the biases of one expert into its record. Returns the bytes read."""
+        values = np.empty((1, place.shape[-1]), dtype)
+        nbytes = self._read(values, expert)
+        for number, name in enumerate(place.matrices):
+            with sink.piece(*at, 1, *sink.layout.spans[name]) as part:
+                put_values(values[0, place.rows(number)], part)
+        return nbytes
 
     def _put_codes(
-        self, place: ExpertPlace, at: tuple[int, int], sink: RecordSink, dtype: np.dtype
+        self,
+        place: ExpertPlace,
+        index: int | None,
+        at: tuple[int, int],
+        sink: RecordSink,
+        dtype: np.dtype,
     ) -> int:
-        """Puts the codes and scales of a quantized matrix into a record. Returns the bytes read."""
-        assert isinstance(self.reader, QuantizedReader | GgufReader)
-        matrix, spans = self.reader.matrix(self.name, dtype), sink.layout.spans
-        with contextlib.ExitStack() as stack:
-            parts = {
-                field: stack.enter_context(sink.piece(*at, 1, *spans[f"{place.matrix}_{field}"]))
-                for field in matrix.encoding.fields
-            }
-            matrix.put(place.matrix, parts)
-        return matrix.codes.size * self._stored.itemsize
+        """Puts the codes and scales of a quantized matrix, or of gate and up, into a record.
+        Returns the bytes read."""
+        if isinstance(self.reader, QuantizedReader):
+            whole = self.reader.matrix(self.name, dtype, index)
+        else:
+            assert isinstance(self.reader, GgufReader)
+            whole = self.reader.matrix(self.name, dtype)
+        spans = sink.layout.spans
+        for number, name in enumerate(place.matrices):
+            with user_errors(QuantizedError, where=f"{self.file.path}: matrix {self.name} "):
+                matrix = whole.rows(place.rows(number))
+            with contextlib.ExitStack() as stack:
+                parts = {
+                    field: stack.enter_context(sink.piece(*at, 1, *spans[f"{name}_{field}"]))
+                    for field in matrix.encoding.fields
+                }
+                matrix.put(name, parts)
+        return whole.codes.size * self._stored.itemsize
 
     @property
     def _stored(self) -> np.dtype:

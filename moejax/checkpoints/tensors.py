@@ -39,8 +39,9 @@ class ExpertPlace:
     """The place of a tensor that becomes rows of expert records.
 
     shape: the tensor's. layer: counted over MoE layers. expert: None for a tensor stacked over all
-    experts. matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows). turned: the
-    tensor is [E, in, out]; `shape` is the file's.
+    experts. matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows), or one of these
+    with "_bias". turned: the tensor is [E, in, out]; `shape` is the file's. interleaved: the
+    results of gate and up alternate.
     """
 
     shape: tuple[int, ...]
@@ -48,14 +49,32 @@ class ExpertPlace:
     expert: int | None
     matrix: str
     turned: bool = False
+    interleaved: bool = False
+
+    @property
+    def is_bias(self) -> bool:
+        return self.matrix.endswith("_bias")
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The matrices in the tensor, one after the other."""
-        return ("gate", "up") if self.matrix == "gate_up" else (self.matrix,)
+        """The matrices, or biases, in the tensor."""
+        return {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}.get(
+            self.matrix, (self.matrix,)
+        )
+
+    def rows(self, number: int) -> slice:
+        """The results of the tensor that are those of matrices[number]."""
+        count = len(self.matrices)
+        if self.interleaved:
+            return slice(number, None, count)
+        size = self.shape[-1 if self.turned or self.is_bias else -2] // count
+        return slice(number * size, (number + 1) * size)
 
 
 Place = ParamPlace | ExpertPlace
+
+BLOCKS = "_blocks"
+"""After the name of stacked experts, where they are in MXFP4."""
 
 
 def model_params(config: ModelConfig) -> dict[str, Parts]:
@@ -174,6 +193,31 @@ def turn_experts(
     return places | turned
 
 
+def _interleaved(
+    config: ModelConfig,
+    found: Container[str],
+    stacked: Mapping[str, tuple[str, tuple[int, int, int]]],
+    layer: int,
+) -> dict[str, Place]:
+    """The places of gpt-oss' stacked experts, as weights [E, in, out] or MXFP4 [E, out, in].
+
+    - `stacked`: name → matrix and shape [E, out, in].
+    """
+    places: dict[str, Place] = {}
+    for name, (matrix, (count, out, into)) in stacked.items():
+        alternate = matrix == "gate_up"
+        if name + BLOCKS in found:
+            name, shape, turned = name + BLOCKS, (count, out, into), False
+        else:
+            shape, turned = (count, into, out), True
+        places[name] = ExpertPlace(shape, layer, None, matrix, turned, alternate)
+        if config.expert_bias:
+            name = f"{name.removesuffix(BLOCKS)}_bias"
+            bias = ExpertPlace((count, out), layer, None, f"{matrix}_bias", False, alternate)
+            places[name] = bias
+    return places
+
+
 def _experts(
     config: ModelConfig, found: Container[str], prefix: str, layer: int
 ) -> dict[str, Place]:
@@ -182,6 +226,8 @@ def _experts(
     prefix += family.experts
     stacked = {"gate_up": (count, 2 * width, hidden), "down": (count, hidden, width)}
     together = [prefix + name for name in family.stacked]
+    if family.interleaved:
+        return _interleaved(config, found, dict(zip(together, stacked.items(), strict=True)), layer)
     first = f"{prefix}0.{_names(family)[0]}.weight"
     if any(name in found for name in together) or (family.matrices is None and first not in found):
         return {

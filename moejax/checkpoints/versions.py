@@ -38,7 +38,7 @@ def check_versions(
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
         with user_errors():
-            RecordFormat(version, layout.hidden, layout.width, dtype)
+            dataclasses.replace(layout, version=version, dtype=dtype)
         if version not in VERSIONS and version not in had:
             raise UserError(
                 f"{version} is a format of checkpoints, which moejax reads and does not make; "

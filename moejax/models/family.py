@@ -343,6 +343,8 @@ class Family:
     - `experts`: where routed experts are, after ``model.layers.N.``.
     - `matrices`: names of gate, up and down of one expert; None: experts are always stacked.
     - `stacked`: names of [E, 2·F, D], gate rows before up rows, and [E, D, F] of all experts.
+    - `interleaved`: stacked experts are [E, D, 2·F] with columns of gate and up in turn, and
+      [E, F, D].
     - `wide_params`: parameters that stay in float32, whatever the run's dtype.
     - `final_norm_bias`: whether the final norm is a LayerNorm.
     - `ignores`: (config, tensor name) → whether transformers does not read the tensor either.
@@ -361,6 +363,7 @@ class Family:
     experts: str = "mlp.experts."
     matrices: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
+    interleaved: bool = False
     wide_params: frozenset[str] = frozenset()
     final_norm_bias: bool = False
     ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False

@@ -248,7 +248,8 @@ class LayerStack(nnx.Module):
             kept = operands, records, self.first_moe_layer + i, counters
             rule, name = self.config.route_rule, self.ops.route
             layer_norm = "post_norm_bias" in self.weights
-            if layer_norm or not self.ops.fuses_norm_route:
+            biased = "router_bias" in self.weights
+            if layer_norm or biased or not self.ops.fuses_norm_route:
                 scored = self._score(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
@@ -267,6 +268,7 @@ class LayerStack(nnx.Module):
         else:
             router = self.weight("router"), i, linear_options(self.ops, tokens)
             normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
+            logits = self._plus_router_bias(i, logits)
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
@@ -286,7 +288,13 @@ class LayerStack(nnx.Module):
 
     def _router_logits(self, i, normed, tokens):
         """Router logits in parts, float32[S, T, E]."""
-        return linear_parts(normed, self.weight("router"), i, linear_options(self.ops, tokens))
+        parts = linear_parts(normed, self.weight("router"), i, linear_options(self.ops, tokens))
+        return self._plus_router_bias(i, parts)
+
+    def _plus_router_bias(self, i, parts):
+        """The parts of router logits, with the bias in the first one."""
+        bias = self.optional_weight("router_bias")
+        return parts if bias is None else parts.at[0].add(bias[i].astype(parts.dtype))
 
     def _plus_shared_expert(self, i, x, normed, tokens):
         """x plus the expert that every token uses. In Qwen2-MoE it has a gate."""

@@ -12,6 +12,7 @@ from moejax.models.attention.grouped_query import GROUPED_QUERY
 from moejax.models.attention.kind import AttentionKind
 from moejax.models.quantization import Quantization
 from moejax.models.rope import Rope
+from pallas_kernels.expert_ffn import Activation, ClampedSwiGLU
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule
@@ -98,6 +99,10 @@ class ModelConfig:
     group_score: str = "max"
     routed_scaling_factor: float = 1.0
     router_jitter_noise: float = 0.0
+    swiglu: ClampedSwiGLU | None = None
+    """The gating of routed experts; None: hidden_act of the gate."""
+    expert_bias: bool = False
+    """Whether gate, up and down of routed experts have biases."""
     quantization: Quantization | None = None
     """Of the checkpoint's matrices, as their authors quantized them."""
 
@@ -132,6 +137,18 @@ class ModelConfig:
         )
 
     @property
+    def expert_activation(self) -> Activation:
+        """The activation of routed experts."""
+        return self.swiglu or self.hidden_act
+
+    @property
+    def xla_only(self) -> str | None:
+        """What of the experts only XLA computes; None: nothing."""
+        if self.expert_bias:
+            return "biases of experts"
+        return None if self.swiglu is None else "a clamped SwiGLU"
+
+    @property
     def rotary_dim(self) -> int:
         """Values of a head that are rotated."""
         return self.attention.rotary_dim(self)
@@ -143,7 +160,8 @@ class ModelConfig:
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
         dtype = default_dtype(itemsize)
-        return RecordFormat("dense", self.hidden_size, self.moe_intermediate_size, dtype)
+        sizes = self.hidden_size, self.moe_intermediate_size
+        return RecordFormat("dense", *sizes, dtype, self.expert_bias)
 
     def slot_layout(
         self,
@@ -166,10 +184,11 @@ class ModelConfig:
             row_values=page.head_dim,
             versions=versions,
             dtype=dtype,
+            biases=self.expert_bias,
         )
 
 
-_NEWER = frozenset({"rope_layers"})
+_NEWER = frozenset({"expert_bias", "rope_layers", "swiglu"})
 
 
 def config_digest(config: ModelConfig) -> str:
@@ -178,7 +197,7 @@ def config_digest(config: ModelConfig) -> str:
     fields = dataclasses.asdict(dataclasses.replace(config, quantization=None))
     del fields["quantization"]
     # Fields that older releases had not are left out where a model does not use them.
-    fields = {key: v for key, v in fields.items() if v is not None or key not in _NEWER}
+    fields = {key: v for key, v in fields.items() if v or key not in _NEWER}
     # Files of older releases have digests with this name and None for grouped-query attention.
     fields["mla"] = fields.pop("attention") or None
     text = json.dumps(fields, sort_keys=True)

@@ -90,6 +90,11 @@ def _fp8(table: _Table, scale: str) -> Quantization:
     return Quantization("fp8", "fp8", f"fp8-{into}x{out}-f32", activations=True)
 
 
+def _mxfp4(table: _Table, scale: str) -> Quantization:
+    """gpt-oss' own: stacked experts in e2m1, with an e8m0 scale for each 32 (OCP MX 1.0)."""
+    return Quantization("mxfp4", "mxfp4", "fp4-32-e8m0")
+
+
 def _compressed_tensors(table: _Table, scale: str) -> Quantization:
     """Of one scheme for all groups of modules (the compressed-tensors library)."""
     for other in ("sparsity_config", "moe_sparsity_config", "transform_config"):
@@ -149,5 +154,6 @@ _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
 
 _METHODS: dict[str, Callable[[_Table, str], Quantization]] = {
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }

@@ -51,11 +51,12 @@ def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]
 def formats_of(
     precision: Precision, layout: SlotLayout, store: ExpertStore, packed: tuple[str, ...] = ()
 ) -> Formats | None:
-    """Returns how each version lies in cells and in its store, or None for dense alone.
+    """Returns how each version lies in cells and in its store, or None for dense alone without
+    biases, which is what ops take without formats.
 
     - `packed`: the version of packed residents.
     """
-    if precision.versions == ("dense",) and not packed:
+    if precision.versions == ("dense",) and not packed and not layout.records[0].biases:
         return None
     versions = (*stored_versions(precision, store), *packed)
     cells = layout.records * len(versions) if precision.in_transit else layout.records

@@ -17,6 +17,7 @@ from pallas_kernels import Ops
 from pallas_kernels.combine import combine
 from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import (
+    Activation,
     Epilogue,
     ExpertBatch,
     ExpertOptions,
@@ -51,7 +52,7 @@ class ExpertContext:
     stores: tuple[jax.Array, ...]
     """uint16[L, E, rows, D] in pinned host memory, by version number."""
     ops: Ops
-    activation: str
+    activation: Activation
     row_tile: int
     """Rows of one matrix product."""
     waves: int = 1

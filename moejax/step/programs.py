@@ -334,7 +334,7 @@ class Programs:
         return StepContext(
             stores=stores,
             ops=self.steps.ops,
-            activation=self.steps.config.hidden_act,
+            activation=self.steps.config.expert_activation,
             row_tile=(
                 decode_tile(self.steps.ops, self.tokens(key)) if decode else self.steps.shapes.chunk
             ),

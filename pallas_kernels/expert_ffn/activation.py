@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -15,3 +17,25 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gating of gpt-oss (arXiv:2508.10925): (up + 1) · gate · sigmoid(alpha · gate), with gate
+    at most `limit` and up within ± limit."""
+
+    limit: float
+    alpha: float
+
+
+Activation = str | ClampedSwiGLU
+"""A name of ACTIVATIONS, or a gating that is more than an activation of the gate."""
+
+
+def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What goes into the product with down."""
+    if isinstance(activation, str):
+        return ACTIVATIONS[activation](gate) * up
+    gate = jnp.minimum(gate, activation.limit)
+    up = jnp.clip(up, -activation.limit, activation.limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * activation.alpha))

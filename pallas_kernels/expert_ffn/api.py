@@ -33,7 +33,8 @@ def expert_ffn(
     options: ExpertOptions,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
+    """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts,
+    with the biases that the records have. ClampedSwiGLU replaces act and the product behind it.
 
     Weights of every version are computed as they decode, in x's dtype.
 
@@ -69,7 +70,7 @@ def check_operands(
         raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
     if arena.shape[1] != x.shape[1]:
         raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
-    if options.activation not in ACTIVATIONS:
+    if isinstance(options.activation, str) and options.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"unknown activation {options.activation!r}; known: {known}")
 

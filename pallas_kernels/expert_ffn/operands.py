@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.expert_ffn.activation import Activation
 from pallas_kernels.expert_ffn.many_tokens import Pairs
 from pallas_kernels.records.versions import Formats
 
@@ -45,8 +46,7 @@ class ExpertBatch(NamedTuple):
 class ExpertOptions:
     """What decides the program of expert_ffn and fill_ffn, beside shapes."""
 
-    activation: str
-    """One of ACTIVATIONS."""
+    activation: Activation
     row_tile: int
     """Rows of one product; constant for an engine, since the shape of a product decides its bits.
     The native op ignores it: it sums every row in the same order, whatever their number."""

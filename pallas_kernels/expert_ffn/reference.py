@@ -2,14 +2,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.expert_ffn.activation import ACTIVATIONS
-from pallas_kernels.records.reference import decode
+from pallas_kernels.expert_ffn.activation import gated
+from pallas_kernels.records.reference import decode, split_weights
 
 
 def expert_ffn(y, arena, batch, places, options):
     stores, layer, address, version = places
     x, ids, row_tile, formats = batch.x, batch.ids, options.row_tile, options.formats
-    activation = ACTIVATIONS[options.activation]
     tokens, k = ids.shape
     pairs = tokens * k
     address = lax.dynamic_index_in_dim(address, layer, keepdims=False)
@@ -23,14 +22,13 @@ def expert_ffn(y, arena, batch, places, options):
     def expert(i, y):
         e = batch.active[i]
         weights = _load(arena, stores, layer, e, address[e], version[e], formats)
-        width = formats[0].cell.width
-        gate, up, down = weights[:width], weights[width : 2 * width], weights[2 * width :]
+        matrices, biases = split_weights(weights, formats[0].cell)
 
         def tile(n, y):
             place = first[e] + n * row_tile + jnp.arange(row_tile)
             inside = place < first[e + 1]
             pair = order[jnp.minimum(place, pairs - 1)]
-            out = _ffn(x[pair // k], gate, up, down, activation)
+            out = _ffn(x[pair // k], matrices, biases, options.activation)
             # Rows past the expert's last token are computed and dropped.
             return y.at[jnp.where(inside, pair, pairs)].set(out, mode="drop")
 
@@ -41,7 +39,8 @@ def expert_ffn(y, arena, batch, places, options):
 
 
 def _load(arena, stores, layer, expert, address, version, formats):
-    """One expert's weights [3·I, D], from its cell or, without one, from the store."""
+    """One expert's weights as `decode` returns them, from its cell or, without one, from the
+    store."""
     cached = (address >= 0).astype(jnp.int32)
     records = {}  # by format, of which an expert has one
 
@@ -68,21 +67,22 @@ def _load(arena, stores, layer, expert, address, version, formats):
     if len(records) == 1:
         ((fmt, (record, _)),) = records.items()
         return decode(record, fmt)
-    weights = jnp.zeros((3 * cell.width, cell.hidden), cell.dtype)
+    weights = jnp.zeros((cell.weight_rows, cell.hidden), cell.dtype)
     for fmt, (record, found) in records.items():
         weights = lax.fori_loop(0, found, lambda _, w, r=record, f=fmt: decode(r, f), weights)
     return weights
 
 
-def _ffn(x, gate, up, down, activation):
-    def product(a, b, contract):
-        return lax.dot_general(
+def _ffn(x, matrices, biases, activation):
+    def product(a, number, contract):
+        out = lax.dot_general(
             a,
-            b,
+            matrices[number],
             (contract, ((), ())),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        return out if biases[number] is None else out + biases[number].astype(jnp.float32)
 
-    hidden = activation(product(x, gate, ((1,), (1,)))) * product(x, up, ((1,), (1,)))
-    return product(hidden.astype(x.dtype), down, ((1,), (0,)))
+    gate, up = (product(x, number, ((1,), (1,))) for number in (0, 1))
+    return product(gated(activation, gate, up).astype(x.dtype), 2, ((1,), (0,)))

@@ -36,6 +36,9 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
     code is base − exponent, 0 … 14, with one base for each block of BLOCK rows of a matrix. Code 15
     is an escape: the byte is then an index into the block's table of exact values. ``tables`` is
     ``[3·blocks, 1 + escapes]``, blocks of gate, of up, of down^T: first the base, then the table.
+
+If the experts have biases, every version ends with ``gate_bias`` and ``up_bias`` (I values in the
+run's dtype) and ``down_bias`` (D values), each in whole rows of D values.
 """
 
 from __future__ import annotations
@@ -125,6 +128,8 @@ class RecordFormat:
     """I: the expert's intermediate size."""
     dtype: str
     """The run's dtype, and that of decoded weights: "bfloat16", "float16" or "float32"."""
+    biases: bool = False
+    """Whether the results of gate, up and down have biases."""
 
     def __post_init__(self):
         encodings = encodings_of(self.version)
@@ -148,6 +153,16 @@ class RecordFormat:
     def itemsize(self) -> int:
         """Bytes of a decoded value."""
         return _ITEMSIZES[self.dtype]
+
+    def bias_rows(self, matrix: str) -> int:
+        """Rows of D values in the run's dtype that hold the bias of a matrix."""
+        values = self.hidden if matrix == "down" else self.width
+        return -(-values // self.hidden) if self.biases else 0
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of D values in the run's dtype of a decoded expert: 3·I, and those of biases."""
+        return 3 * self.width + sum(map(self.bias_rows, MATRICES))
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -253,10 +268,12 @@ class RecordFormat:
     @property
     def waited(self) -> tuple[int, ...]:
         """Bytes of the parts that ops wait for one by one: the three matrices of a dense record,
-        the whole of any other record, whose matrices are spread over several parts."""
+        down with the biases, and the whole of any other record, whose matrices are spread over
+        several parts."""
         if self.version != "dense":
             return (self.nbytes,)
-        return tuple(self.parts[matrix][1] * self.hidden * 2 for matrix in MATRICES)
+        gate, up = (self.parts[matrix][1] * self.hidden * 2 for matrix in ("gate", "up"))
+        return gate, up, self.nbytes - gate - up
 
 
 @functools.cache
@@ -269,6 +286,9 @@ def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
             name = "_".join(filter(None, (matrix, field.removeprefix("weights"))))
             parts[name] = (first, _rows(fmt, field, matrix))
             first += parts[name][1]
+    for matrix in MATRICES if fmt.biases else ():
+        parts[f"{matrix}_bias"] = (first, fmt.bias_rows(matrix) * fmt.itemsize // 2)
+        first += parts[f"{matrix}_bias"][1]
     return types.MappingProxyType(parts)
 
 

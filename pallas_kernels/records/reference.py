@@ -10,7 +10,8 @@ from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 
 def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
-    """The weights [3·I, D] of an expert in the run's dtype: gate rows, up rows, rows of down^T.
+    """The weights [3·I, D] of an expert in the run's dtype: gate rows, up rows, rows of down^T. If
+    it has biases, their rows follow: [fmt.weight_rows, D].
 
     record: uint16[rows, D]. Raises ValueError for another shape.
     """
@@ -21,8 +22,29 @@ def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
     if fmt.version == "dense":
         return _as_weights(record, fmt)
     if "tables" in fmt.encoding.fields:
-        return _decode_lossless(record, fmt)
-    return jnp.concatenate([_matrix(record, fmt, matrix) for matrix in MATRICES])
+        decoded = [_decode_lossless(record, fmt)]
+    else:
+        decoded = [_matrix(record, fmt, matrix) for matrix in MATRICES]
+    if fmt.biases:
+        first, _ = fmt.parts["gate_bias"]
+        rows = (fmt.weight_rows - 3 * fmt.width) * fmt.itemsize // 2
+        decoded.append(_as_weights(record[first : first + rows], fmt))
+    return jnp.concatenate(decoded)
+
+
+def split_weights(weights: jax.Array, fmt: RecordFormat) -> tuple[list[jax.Array], list]:
+    """gate, up and down^T [I, D] of a decoded expert, and their biases [I], [I] and [D], or None
+    each if it has none."""
+    width = fmt.width
+    matrices = [weights[i * width : (i + 1) * width] for i in range(len(MATRICES))]
+    biases: list[jax.Array | None] = [None] * len(MATRICES)
+    first = 3 * width
+    for number, matrix in enumerate(MATRICES if fmt.biases else ()):
+        last = first + fmt.bias_rows(matrix)
+        values = fmt.hidden if matrix == "down" else width
+        biases[number] = weights[first:last].reshape(-1)[:values]
+        first = last
+    return matrices, biases
 
 
 def _matrix(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,15 +41,19 @@ READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
 """Ops that take formats."""
 
 
-def why_xla_only(versions: Sequence[str]) -> dict[str, str]:
-    """Op → why neither its kernel nor its native op runs with these versions."""
+def why_xla_only(versions: Sequence[str], also: str | None = None) -> dict[str, str]:
+    """Op → why neither its kernel nor its native op runs with these versions.
+
+    - `also`: what else of the experts only XLA computes, such as biases; None: nothing.
+    """
 
     def is_native(version: str) -> bool:
         first, *others = encodings_of(version).values()
         return first.native is not None and all(other == first for other in others)
 
     found = next((version for version in versions if not is_native(version)), None)
-    return dict.fromkeys(READERS if found else (), f"only XLA computes with records of {found}")
+    named = f"records of {found}" if found else also
+    return dict.fromkeys(READERS if named else (), f"only XLA computes with {named}")
 
 
 def stored_in_part(formats: Formats | None) -> tuple[int, ...]:
@@ -77,7 +82,7 @@ def check_formats(
         cell, held, places = version
         if held != cell and (
             (cell.version, held.version) != ("dense", "lossless12")
-            or (cell.hidden, cell.width, cell.dtype) != (held.hidden, held.width, held.dtype)
+            or dataclasses.replace(held, version=cell.version) != cell
         ):
             raise ValueError(
                 f"version {number} is {held.version} in the store and {cell.version} in a cell; "

@@ -139,7 +139,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     versions = *resident_versions(precision, model.store), *packed
     layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
     formats = formats_of(precision, layout, model.store, packed)
-    xla_only = why_xla_only(versions)
+    xla_only = why_xla_only(versions, config.xla_only)
     with user_errors():
         ops = resolve_ops(
             settings.ops,

@@ -27,7 +27,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.hub import model_directory
-from pallas_kernels.records import VERSIONS, RecordFormat
+from pallas_kernels.records import VERSIONS
 
 EXPERTS = "experts"
 """The part that is paged. Every other part stays on the device."""
@@ -163,6 +163,8 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     """
     record, params = expert_layout(config, dtype), abstract_params(config, dtype)
     moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
+    if record.biases:
+        expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
@@ -173,7 +175,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     for version in dict.fromkeys((*VERSIONS, own)):
         # A version may need bfloat16, or a D that is a multiple of something.
         with contextlib.suppress(ValueError):
-            one = RecordFormat(version, record.hidden, record.width, params["embed"].dtype.name)
+            one = dataclasses.replace(record, version=version, dtype=params["embed"].dtype.name)
             versions[version] = {"record_bytes": one.nbytes, "store_bytes": stored * one.nbytes}
     found[EXPERTS] = [stored * expert, stored * record.nbytes]
     parameters = {part: found[part][0] for part in PARTS if part in found}
