@@ -20,6 +20,7 @@ class Spec:
     row_tile: int = 16
     versions: tuple[str | tuple[str, str], ...] = ()
     """Versions of the experts, in turn: a name, or (in a cell, in the store); empty: dense."""
+    biases: bool = False
 
 
 SPECS = (

@@ -9,12 +9,12 @@ from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels.contract import POISON
 
 
-def formats(versions, hidden: int, width: int, dtype: str, places=None):
+def formats(versions, hidden: int, width: int, dtype: str, places=None, biases: bool = False):
     """versions: per number a name, or (in a cell, in the store)."""
     made = []
     for number, version in enumerate(versions):
         names = (version,) * 2 if isinstance(version, str) else version
-        cell, store = (RecordFormat(name, hidden, width, dtype) for name in names)
+        cell, store = (RecordFormat(name, hidden, width, dtype, biases) for name in names)
         made.append(VersionFormats(cell, store, places and places[number]))
     return tuple(made)
 
@@ -28,12 +28,18 @@ def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarr
     width, hidden = fmt.width, fmt.hidden
     sizes = np.repeat([hidden**-0.5, hidden**-0.5, width**-0.5], width)[:, None]
     if not fmt.lossy:
-        weights = rng.standard_normal((count, 3 * width, hidden)) * sizes
+        weights = rng.standard_normal((count, fmt.weight_rows, hidden))
+        weights[:, : 3 * width] *= sizes
         weights[rng.random(weights.shape) < 1e-3] *= 2.0**-20
         return encode(weights.astype(NUMPY_DTYPES[fmt.dtype]), fmt)
     made = np.full((count, fmt.rows, hidden), POISON, np.uint16)
     for name, (first, rows) in fmt.parts.items():
         matrix, kind = name.split("_")
+        if kind == "bias":
+            shape = count, fmt.bias_rows(matrix), hidden
+            values = rng.standard_normal(shape).astype(NUMPY_DTYPES[fmt.dtype])
+            made[:, first : first + rows] = values.view(np.uint16).reshape(count, rows, hidden)
+            continue
         if kind == "codes":
             made[:, first : first + rows] = rng.integers(0, 1 << 16, (count, rows, hidden))
             continue

@@ -12,17 +12,23 @@ from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 
 def decode(records: np.ndarray, fmt: RecordFormat) -> np.ndarray:
-    """[n, 3·I, D] of the format's dtype, the weights of n experts. records: uint16[n, rows, D]."""
-    weights = np.empty((len(records), 3, fmt.width, fmt.hidden), NUMPY_DTYPES[fmt.dtype])
-    for record, into in zip(records, weights, strict=True):
+    """[n, fmt.weight_rows, D] of the format's dtype, the weights of n experts and, after them, the
+    rows of their biases. records: uint16[n, rows, D]."""
+    whole = np.empty((len(records), fmt.weight_rows, fmt.hidden), NUMPY_DTYPES[fmt.dtype])
+    for record, all_rows in zip(records, whole, strict=True):
+        into = all_rows[: 3 * fmt.width].reshape(3, fmt.width, fmt.hidden)  # a view
+        if fmt.biases:
+            rows = all_rows[3 * fmt.width :].reshape(-1).view(np.uint16)
+            rows[:] = record[fmt.parts["gate_bias"][0] :].reshape(-1)[: rows.size]
         if fmt.version == "dense":
-            into.reshape(-1).view(np.uint16)[:] = record.reshape(-1)
+            flat = into.reshape(-1).view(np.uint16)
+            flat[:] = record.reshape(-1)[: flat.size]
         elif fmt.version == "lossless12":
             _decode_lossless(record, fmt, into.view(np.uint16))
         else:
             for matrix, values in zip(MATRICES, into, strict=True):
                 _narrow(_dequantized(record, fmt, matrix), values)
-    return weights.reshape(len(records), 3 * fmt.width, fmt.hidden)
+    return whole
 
 
 def _dequantized(record: np.ndarray, fmt: RecordFormat, matrix: str) -> np.ndarray:

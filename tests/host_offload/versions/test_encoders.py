@@ -1,5 +1,6 @@
 """Encoders: what they write means what the formats say, as near to the weights as it can be."""
 
+import dataclasses
 import itertools
 
 import ml_dtypes
@@ -24,6 +25,7 @@ from host_offload.versions.quantizers import (
 from pallas_kernels import records
 from pallas_kernels.records import VERSIONS, RecordFormat
 from pallas_kernels.records.format import ESCAPE, LOSSY, MATRICES
+from pallas_kernels.records.reference import split_weights
 from tests.host_offload.versions.numpy_decoder import decode, dequantize, unpack
 
 SHAPES = ((40, 10), (64, 33), (96, 70), (128, 64))
@@ -93,6 +95,36 @@ def test_each_weight_gets_its_nearest_code(shape, version, dtype, quantizer, exp
         np.testing.assert_array_equal(found[~inside], outermost[~inside])
         if quantizer == "rtn" and fmt.bits > 2:
             assert inside.all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("hidden", "width"), [(40, 33), (64, 150)])
+def test_every_version_keeps_biases_as_they_are(version, dtype, hidden, width):
+    if version == "lossless12" and dtype == "float32":
+        return
+    fmt = RecordFormat(version, hidden, width, dtype, biases=True)
+    plain = dataclasses.replace(fmt, biases=False)
+    weights = normal(plain)
+    rows = np.random.default_rng(1).standard_normal((2, fmt.weight_rows - 3 * width, hidden))
+    biases = rows.astype(NUMPY_DTYPES[dtype])
+    made = np.full((2, fmt.rows, hidden), 0x7FC1, np.uint16)
+    encode(np.concatenate([weights, biases], 1), fmt, out=made)
+    decoded, numpys = encoders.decode(made, fmt), decode(made, fmt)
+    assert np.array_equal(bits_of(decoded), bits_of(numpys))
+    alone = encoders.decode(encode(weights, plain), plain)
+    assert np.array_equal(bits_of(decoded), bits_of(np.concatenate([alone, biases], 1)))
+    assert sum(fmt.waited) == fmt.nbytes and not (made[:, sum_of_parts(fmt) :]).any()
+    matrices, found = split_weights(decoded[0], fmt)
+    assert [m.shape for m in matrices] == [(width, hidden)] * 3
+    assert [b.size for b in found] == [width, width, hidden]
+    one = fmt.bias_rows("gate")
+    for bias, begin in zip(found, (0, one, 2 * one), strict=True):
+        assert np.array_equal(bias, biases[0, begin:].reshape(-1)[: bias.size])
+
+
+def sum_of_parts(fmt):
+    return sum(rows for _, rows in fmt.parts.values())
 
 
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v != "dense"])

@@ -7,7 +7,13 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, api
+from pallas_kernels.expert_ffn import (
+    ClampedSwiGLU,
+    ExpertBatch,
+    ExpertOptions,
+    ExpertPlaces,
+    api,
+)
 from pallas_kernels.expert_ffn.specs import SPECS, VERSIONED, Spec
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import LOSSY
@@ -38,7 +44,7 @@ class Case:
     y: np.ndarray
     """What y holds before: nothing that a product gives."""
     weights: np.ndarray
-    """[E, 3·I, D]: gate, up, down^T."""
+    """[E, 3·I, D]: gate, up, down^T; then rows of biases."""
     formats: tuple[VersionFormats, ...] | None
     arena: np.ndarray
     stores: tuple
@@ -69,7 +75,8 @@ def case(spec, seed, resident=None, spare_rows=0) -> Case:
     """Experts in turn of each version, those of `resident` in cells, by default half of each."""
     rng = np.random.default_rng(seed)
     ids = routing(spec, rng)
-    of_versions = formats(spec.versions or ("dense",), spec.hidden, spec.width, spec.dtype)
+    sizes = spec.hidden, spec.width, spec.dtype
+    of_versions = formats(spec.versions or ("dense",), *sizes, biases=spec.biases)
     step = max(f.cell.rows for f in of_versions) + 2
     arena = np.full(
         (step * (spec.experts + 1) + spare_rows, spec.hidden), contract.POISON, np.uint16
@@ -123,12 +130,35 @@ def check(spec, implementation, activation="silu"):
         x = wide(c.x)[np.arange(len(flat)) // spec.top_k]
         want = wide(c.y)
         for e in c.active:
-            gate, up, down = np.split(wide(c.weights[e]), 3)
+            gate, up, down = np.split(wide(c.weights[e])[: 3 * spec.width], 3)
             mine = flat == e
-            hidden = ACTIVATIONS[activation](x[mine] @ gate.T) * (x[mine] @ up.T)
-            want[mine] = wide(hidden.astype(c.x.dtype)) @ down
+            gate, up = x[mine] @ gate.T, x[mine] @ up.T
+            biases = np.zeros(spec.hidden)
+            if spec.biases:
+                rows = wide(c.weights[e])[3 * spec.width :]
+                one = -(-spec.width // spec.hidden)
+                of_gate, of_up, biases = np.split(rows, [one, 2 * one])
+                gate += of_gate.reshape(-1)[: spec.width]
+                up += of_up.reshape(-1)[: spec.width]
+            hidden = gated(activation, gate, up)
+            want[mine] = wide(hidden.astype(c.x.dtype)) @ down + biases
         close("expert_ffn", spec.dtype, got, want)
         same_bits(np.asarray(got)[flat == spec.experts], c.y[flat == spec.experts])
+
+
+def gated(activation, gate, up):
+    if isinstance(activation, str):
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = np.minimum(gate, CLAMPED.limit), np.clip(up, -CLAMPED.limit, CLAMPED.limit)
+    return (up + 1) * gate / (1 + np.exp(-CLAMPED.alpha * gate))
+
+
+CLAMPED = ClampedSwiGLU(1.5, 1.702)
+"""gpt-oss' gating, with a limit that these values reach."""
+
+
+def check_clamped(spec, implementation):
+    check(spec, implementation, CLAMPED)
 
 
 def activations(implementation):
@@ -284,6 +314,15 @@ CONTRACTS = (
             ((DENSE, DENSE, (0, 1)), "its store has 1 layers, its places name 1"),
             ((DENSE, DENSE, (0, -1)), "tables of 1 layers, 2 in the store"),
         ),
+    ),
+    Contract(
+        "expert_ffn with biases and a clamped SwiGLU",
+        {"xla": api.IMPLEMENTATIONS["xla"]},
+        [
+            Spec(17, "float32", width=100, hidden=40, versions=("dense",), biases=True),
+            Spec(3, "bfloat16", "one", versions=("int8", "lossless12", "int4"), biases=True),
+        ],
+        check_clamped,
     ),
     Contract(
         "expert_ffn of few tokens over versions",
