@@ -470,6 +470,11 @@ def feed_forward_params(
     return params
 
 
+def sink_params(config: ModelConfig) -> dict[str, Parts]:
+    """The sink of each query head, which joins the denominator of attention's softmax."""
+    return {"sinks": (("self_attn.sinks", (config.num_attention_heads,)),)}
+
+
 def head_norm_params(config: ModelConfig) -> dict[str, Parts]:
     """Norms of each head of q and k."""
     return {

@@ -60,6 +60,13 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
     },
+    "GptOss": {
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "swiglu_limit": 1.5,  # which these values reach
+    },
     "SolarOpen": {**_NARROW, "head_dim": 16, "n_routed_experts": 8},
     "MiniMaxM2": {
         "intermediate_size": 32,

@@ -21,6 +21,7 @@ _PLACES = (
     "solar_open:FAMILY",
     "minimax_m2:FAMILY",
     "ernie4_5_moe:FAMILY",
+    "gpt_oss:FAMILY",
     "granitemoe:SHARED",
     "hy_v3:FAMILY",
     "exaone_moe:FAMILY",

@@ -85,6 +85,7 @@ SMALL: dict[str, dict[str, Any]] = {
         sliding_window=70,
         max_window_layers=2,
     ),
+    "GptOssForCausalLM": dict(num_local_experts=8, head_dim=16, sliding_window=70),
     "SolarOpenForCausalLM": dict(n_routed_experts=8, head_dim=16, attention_bias=True),
     "MiniMaxM2ForCausalLM": dict(num_local_experts=8, head_dim=16, rotary_dim=8),
     "Ernie4_5_MoeForCausalLM": dict(

@@ -27,11 +27,12 @@ GLM, ERNIE, GRANITE = "glm4_moe", "ernie4_5_moe", "granitemoe"
 LITE, DOTS, SOLAR, MINIMAX = "glm4_moe_lite", "dots1", "solar_open", "minimax_m2"
 SHARED, HY3, EXAONE, HUNYUAN = "granitemoeshared", "hy_v3", "exaone_moe", "hunyuan_v1_moe"
 SARVAM, BAILING, QWEN_VL, KIMI = "sarvam_moe", "bailing_moe_v2", "qwen3_vl_moe", "kimi_k25"
+GPT = "gpt_oss"
 CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI)
 GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
-    *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL),
+    *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GPT),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (*DEEPSEEK, LITE, KIMI)
@@ -66,6 +67,7 @@ BASE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     KIMI: {"norm_topk_prob": False},
+    GPT: {"num_hidden_layers": 24},
 }
 LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM: 46, ERNIE: 28} | {
     LITE: 47,
@@ -76,6 +78,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     BAILING: 20,
     QWEN_VL: 24,
     KIMI: 61,
+    GPT: 24,
 }
 """Default number of layers; 32 elsewhere."""
 
@@ -94,7 +97,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         tuple(kind for kind in GQA if kind != "olmoe"),
         48,
     ),
-    "hidden_act": (KINDS, "gelu"),
+    "hidden_act": (tuple(kind for kind in KINDS if kind != GPT), "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
@@ -107,7 +110,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "num_experts": (
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
-            *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL),
+            *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GPT),
         ),
         32,
     ),
@@ -118,7 +121,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "olmoe",
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
-            *(HY3, QWEN_VL),
+            *(HY3, QWEN_VL, GPT),
         ),
         32,
     ),
@@ -131,16 +134,21 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "attention_bias": (
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
-            *CORRECTED,
+            *(*CORRECTED, GPT),
         ),
         True,
     ),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL), [3]),
-    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE), 33),
+    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT), 33),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
     "max_window_layers": (("qwen2_moe", DOTS), 5),
-    "layer_types": (("qwen2_moe", DOTS, EXAONE), ["full_attention"] * 23 + ["sliding_attention"]),
+    "swiglu_alpha": ((GPT,), 1.5),
+    "swiglu_limit": ((GPT,), 5.0),
+    "layer_types": (
+        ("qwen2_moe", DOTS, EXAONE, GPT),
+        ["full_attention"] * 23 + ["sliding_attention"],
+    ),
     "sliding_window_pattern": ((EXAONE,), "LG"),
     "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING), 3),
     "shared_intermediate_size": ((SHARED,), 48),
@@ -207,7 +215,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         )
     },
     "layer_types": {
-        tuple(kind for kind in KINDS if kind not in ("qwen2_moe", DOTS, EXAONE)): (
+        tuple(kind for kind in KINDS if kind not in ("qwen2_moe", DOTS, EXAONE, GPT)): (
             SLIDING,
             "layer_types must be",
         ),
@@ -281,6 +289,7 @@ NOT_ALWAYS = {
     "router_jitter_noise": ("mixtral", MINIMAX),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
+    "hidden_act": (GPT,),  # its clamped SwiGLU has a sigmoid of its own
     "original_max_position_embeddings": KINDS,  # of scaled ropes, see test_rope
 }
 """Fields without effect in these families."""
@@ -358,8 +367,9 @@ def test_honoured_field_changes_the_computation(kind, field):
     others = {
         (ERNIE, "tie_word_embeddings"): False,
         (KIMI, "tie_word_embeddings"): False,
+        (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
-        **dict.fromkeys(((kind, "num_attention_heads") for kind in (SOLAR, HY3, SARVAM)), 32),
+        **dict.fromkeys(((kind, "num_attention_heads") for kind in (SOLAR, HY3, SARVAM, GPT)), 32),
     }
     value = others.get((kind, field), HONOURED[field][1])
     if field == "mlp_layer_types":
@@ -388,7 +398,7 @@ def test_refused_field_is_named(kind, field, value, message):
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_fields_change_nothing(kind):
     fields = WITHOUT_EFFECT | {
-        name: {"head_dim": 40, "router_jitter_noise": 0.5}.get(name, 4096)
+        name: {"head_dim": 40, "router_jitter_noise": 0.5, "hidden_act": "gelu"}.get(name, 4096)
         for name, kinds in NOT_ALWAYS.items()
         if kind in kinds
     }

@@ -243,6 +243,24 @@ CASES = {
         {"expert_budget": "50%"},
         family="Dots1",
     ),
+    "gpt-oss: a window in every other layer, yarn without truncation": Case(
+        {"num_hidden_layers": 3, "rope_parameters": YARN | {"truncate": False}},
+        {"expert_budget": "50%"},
+        {"max_shard_size": "100KB"},
+        family="GptOss",
+    ),
+    "gpt-oss: no biases of attention, full attention, tied": Case(
+        {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "swiglu_alpha": 1.2,
+            "rope_parameters": YARN,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="GptOss",
+    ),
     "Solar-Open: biases, yarn": Case(
         {"attention_bias": True, "rope_parameters": YARN, "routed_scaling_factor": 1.5},
         {"expert_budget": "50%"},
@@ -491,6 +509,7 @@ WRONG = {
     "Glm4MoeLite": _one_pair_at_rest,
     "Dots1": _swapped_norms,
     "SolarOpen": _one_pair_at_rest,
+    "GptOss": _other("model.layers.1.mlp.experts.limit", lambda limit: 1.5 * limit),
     "MiniMaxM2": _one_pair_at_rest,
     "Ernie4_5_Moe": _other("model.layers.1.mlp.gate.top_k", lambda count: count - 1),
     "GraniteMoeShared": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),

@@ -13,7 +13,9 @@ import pytest
 
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
+from moejax.models.quantization import Quantization
 from moejax.models.rope import Rope
+from pallas_kernels.expert_ffn import ClampedSwiGLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,20 @@ PUBLISHED = {
         },
     ),
     "DeepSeek-V2-Lite": Published(FILES["DeepSeek-V2-Lite"], 15.71, LITE),
+    **{
+        f"gpt-oss-{size}b": Published(
+            FILES[f"gpt-oss-{size}b"],
+            billions,
+            {
+                "dtype": None,
+                "swiglu": ClampedSwiGLU(7.0, 1.702),
+                "windows": (128, None) * (layers // 2),
+                "eos_token_ids": (200002,),
+                "quantization": Quantization("mxfp4", "mxfp4", "fp4-32-e8m0"),
+            },
+        )
+        for size, layers, billions in ((20, 24, 20.91), (120, 36, 116.83))
+    },
     "DeepSeek-V3": Published(
         FILES["DeepSeek-V3"],
         671.03,
@@ -103,7 +119,7 @@ PUBLISHED = {
 def test_published_config(name):
     published = PUBLISHED[name]
     config = parse_config(published.raw)
-    assert config.dtype == "bfloat16"
+    assert config.dtype == published.finds.get("dtype", "bfloat16")
     assert {key: getattr(config, key) for key in published.finds} == published.finds
     shapes = [place.shape for place in expected_tensors(config, ()).values()]
     assert sum(map(math.prod, shapes)) / 1e9 == pytest.approx(published.billions, abs=0.006)
