@@ -1,11 +1,11 @@
 """One suite for all ops: every implementation keeps the contract of its op.
 
 Native ops take every spec. Of the reference, specs whose number of rows alone differs from that of
-an earlier and of a later one are nightly, and of one COMPOSED of others all but the first and the
-last. Of interpreted kernels, which compile slowly, .ci/run takes the first spec of an op; all
-others run as PTX (tests/ptx) or at night. The quick suite has the first spec of what is neither
-interpreted nor a composed reference. Facts beyond the contracts are in test_facts, a file of their
-own since a file is one process's.
+an earlier and of a later one are nightly, and of one COMPOSED of others all but the first. Kernels
+run as PTX in .ci/run (tests/ptx), the first spec of those in LATER interpreted instead; all others
+are interpreted at night. The quick suite has the first spec of what is neither interpreted nor a
+composed reference. Facts beyond the contracts are in test_facts, a file of their own since a file
+is one process's.
 """
 
 import functools
@@ -14,7 +14,7 @@ import inspect
 import pytest
 
 from tests.pallas_kernels.contract import NATIVE, differs_in_rows, name_of, takes
-from tests.pallas_kernels.ops.contracts import CONTRACTS
+from tests.pallas_kernels.ops.contracts import CONTRACTS, LATER
 
 COMPOSED = {
     *("norm_linear", "norm_linear_parts", "linear_with_squares", "combine_with_squares"),
@@ -31,11 +31,12 @@ def cases():
             for place, spec in enumerate(specs):
                 interpreted = implementation == "pallas"
                 composed = implementation == "xla" and contract.name in COMPOSED
-                left_out = composed and 0 < place < len(specs) - 1
+                left_out = composed and place > 0
                 if implementation == "xla":
                     left_out |= differs_in_rows(spec, contract.specs)
                 marks = [pytest.mark.slow] * (interpreted or composed or place > 0)
-                marks += [pytest.mark.nightly] * ((interpreted and place > 0) or left_out)
+                left_out |= interpreted and (place > 0 or contract.name not in LATER)
+                marks += [pytest.mark.nightly] * left_out
                 marks += [NATIVE] * (implementation == "cpu")
                 name = f"{contract.name}-{implementation}-{name_of(spec)}"
                 yield pytest.param(contract, spec, implementation, id=name, marks=marks)

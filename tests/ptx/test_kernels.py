@@ -9,7 +9,7 @@ import pytest
 
 from tests.aot.aot_h200 import CARDS
 from tests.pallas_kernels.contract import takes
-from tests.pallas_kernels.ops.contracts import CONTRACTS
+from tests.pallas_kernels.ops.contracts import CONTRACTS, LATER
 from tests.ptx.program import patched
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -20,9 +20,6 @@ SECOND = (
 )
 """A card without a warpgroup's matrix instructions, with those of compute capability 10.0 and
 higher, and what .ci/run has for it beside an H200. All of it, and other cards, at night."""
-
-LATER = ("prefill_attention", "prefill_attention over latent pages", "fill in transit")
-"""Whose PTX takes minutes: at night alone."""
 
 OTHERS = {
     "linear": 17,

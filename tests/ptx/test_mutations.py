@@ -30,7 +30,7 @@ from tests.ptx import program
 from tests.ptx.parse import Fault
 from tests.ptx.program import patched
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = [pytest.mark.aot, pytest.mark.nightly]  # a test of the tests
 
 HISTORY = (
     [0, 0, 1, 0, 0],

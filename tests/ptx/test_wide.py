@@ -37,6 +37,7 @@ def test_fill_of_the_last_cell_from_the_last_layer():
     assert filled() == ""
 
 
+@pytest.mark.nightly  # a test of the tests
 @pytest.mark.parametrize("factor", [EXPERTS * RECORD, 2 * HIDDEN])
 def test_a_product_of_32_bits_is_found(factor):
     """Of the layer's number, and of the arena's row."""

@@ -103,7 +103,7 @@ SUBJECTS = {
     "link, waves": Subject({**LATE, **WAVES, "eviction": "lfu", "expert_budget": "40%"}),
     "link, int8": Subject({**LINK, "precision": "int8", "expert_budget": "40%"}),
     "link, paged": Subject({**LINK, "precision": "dynaexq,paged=true", "memory": 4 << 20}),
-    "link, resident": Subject({**LINK, "precision": ALL_RESIDENT, "memory": 4 << 20}),
+    "link, resident": Subject({**LINK, "precision": ALL_RESIDENT, "memory": 4 << 20}, nightly=True),
     # jax copies them.
     "queue": Subject(
         {**QUEUE, "driver": "host,waves=2", "expert_budget": "60%", "prefetch": "random"},
@@ -157,7 +157,7 @@ SUBJECTS = {
     "cached, all": Subject(
         {**QUEUE, "store": "file,host_memory=1GiB", "expert_budget": "40%"}, nightly=True
     ),
-    "cached, int8": Subject({**CACHED, "precision": "int8", "expert_budget": "25%"}),
+    "cached, int8": Subject({**CACHED, "precision": "int8", "expert_budget": "25%"}, nightly=True),
     "cached, stream, int8": Subject(
         {**STREAM_QUEUE, "store": CACHED["store"], "precision": "int8"}, nightly=True
     ),
@@ -225,14 +225,18 @@ def running(request, in_files) -> Iterator[Running]:
         yield Running(llm, subject, request.param)
 
 
-def over(chosen: Callable[[Subject], Any], quick: str = "") -> pytest.MarkDecorator:
+def over(
+    chosen: Callable[[Subject], Any], quick: str = "", few: tuple[str, ...] = ()
+) -> pytest.MarkDecorator:
     """Runs a test with these subjects, one after the other, each with one engine. quick: the only
-    one that is not slow; default those that say so."""
+    one that is not slow; default those that say so. few: those that are not nightly; default all
+    but those that say so."""
     some = {name: subject for name, subject in SUBJECTS.items() if chosen(subject)}
 
     def marks(name: str, subject: Subject) -> list[pytest.MarkDecorator]:
         slow = subject.slow or bool(quick and name != quick)
-        return [pytest.mark.slow] * slow + [pytest.mark.nightly] * subject.nightly
+        nightly = subject.nightly or bool(few and name not in few)
+        return [pytest.mark.slow] * slow + [pytest.mark.nightly] * nightly
 
     marked = [pytest.param(name, marks=marks(name, subject)) for name, subject in some.items()]
     return pytest.mark.parametrize("running", marked, indirect=True, scope="module")
@@ -330,7 +334,14 @@ def check_files(running: Running, stats: dict) -> None:
         assert cache["hits"] > 0 and cache["bytes_read"] > 64 * RECORD
 
 
-@over(lambda subject: subject.can_fail)
+WAYS = (
+    *("device", "link", "queue", "queue, native", "stream", "stream, packed", "stream queue"),
+    *("file", "file, stream", "cached", "cached, stream", "shared memory"),
+)
+"""One subject for each way in which experts come."""
+
+
+@over(lambda subject: subject.can_fail, few=WAYS)
 def test_what_does_not_come_ends_the_requests_of_its_step_only(running):
     llm, engine = running.llm, running.llm.engine
     want = tokens_of(llm)
@@ -370,7 +381,11 @@ def test_a_transfer_ahead_of_need_that_fails_is_tried_again(running):
     assert same_bits(found, running.wanted[0])
 
 
-@over(lambda subject: not subject.streams and "precision" not in subject.options, quick="device")
+@over(
+    lambda subject: not subject.streams and "precision" not in subject.options,
+    quick="device",
+    few=WAYS,
+)
 def test_budgets_move_while_experts_fly(running):
     """Pages go to the host and back, cells move: three slots of KV for four sequences."""
     room = running.llm.engine.scheduler.arena.slots - 3

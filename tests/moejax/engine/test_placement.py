@@ -121,7 +121,7 @@ def into_wrong_slots(compute):
     return mutant
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mistake_is_seen(monkeypatch):
     """What the test above would say of them."""
     with placed("queue", policies=[Anyhow(0.7)]) as llm:

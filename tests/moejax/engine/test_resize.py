@@ -135,7 +135,7 @@ def crowd(seed: int, size: int = 32) -> list[Turn]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 5))]
 )
 @pytest.mark.parametrize("every", [1, 5])
 def test_budgets_that_move_change_no_token(seed, every):

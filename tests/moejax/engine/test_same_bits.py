@@ -161,7 +161,7 @@ def conversations(rng: np.random.Generator) -> list[Job]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(subject, seed):
     """A session's solo run is the same session alone, its turns in order."""
     llm, jobs = subject.llm, conversations(np.random.default_rng(seed))

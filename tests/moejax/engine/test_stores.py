@@ -202,6 +202,16 @@ def answered(llm: LLM, tokens: range) -> list[tuple[list[int], str]]:
 
 
 ONCE = dataclasses.replace(GREEDY, max_tokens=1)
+ASKED = range(300, 312)
+
+
+@pytest.fixture(scope="module")
+def wanted(demo_dir) -> list[tuple[list[int], str]]:
+    """What the prompts of ASKED get with every expert in memory."""
+    with open_llm(demo_dir) as llm:
+        return answered(llm, ASKED)
+
+
 THROUGH, CELLS = {"store": "file", "expert_budget": 0}, {"store": "file", "expert_budget": "25%"}
 CHANGED = "changed since it was opened first"
 
@@ -222,19 +232,17 @@ CHANGED = "changed since it was opened first"
         (to_pipe, CHANGED, CACHED | {"expert_budget": 0}),
     ],
 )
-def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):
+def test_a_file_that_fails_while_it_runs(harm, message, options, converted, wanted, tmp_path):
     """The requests of steps that needed it fail and say its name; others have the same bits, and
     when the file is there again, so has everything."""
-    broken, tokens = copied(converted, tmp_path / "broken"), range(300, 312)
+    broken = copied(converted, tmp_path / "broken")
     path = expert_file(broken)
-    with open_llm(converted) as llm:
-        wanted = answered(llm, tokens)
     with open_llm(broken, **options) as llm:
         kept, status = path.read_bytes(), path.stat()
         harm(path)
-        found = answered(llm, tokens)
+        found = answered(llm, ASKED)
         errors = [error for _, error in found if error]
-        assert 0 < len(errors) < len(tokens)
+        assert 0 < len(errors) < len(ASKED)
         assert all(str(path) in error and message in error for error in errors)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours[1] or ours == theirs
@@ -244,20 +252,18 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_
         if path.is_file() and path.stat().st_ino == status.st_ino:
             path.write_bytes(kept)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-            assert answered(llm, tokens) == wanted
+            assert answered(llm, ASKED) == wanted
             assert not llm.engine.runner.faults()
 
 
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [CELLS, THROUGH, CACHED | {"expert_budget": "25%"}])
-def test_experts_are_paged_from_the_files_that_people_download(options, demo_dir, tmp_path):
+def test_experts_are_paged_from_the_files_that_people_download(options, demo_dir, wanted, tmp_path):
     """Without a conversion, to the same bits, until somebody writes into them."""
-    original, tokens = copied(demo_dir, tmp_path / "original"), range(300, 306)
-    with open_llm(demo_dir) as llm:
-        wanted = answered(llm, tokens)
+    original = copied(demo_dir, tmp_path / "original")
     with open_llm(original, **{**options, "transfers": "queue,chunk_bytes=2000"}) as llm:
-        assert answered(llm, tokens) == wanted and not llm.engine.runner.faults()
+        assert answered(llm, ASKED[:6]) == wanted[:6] and not llm.engine.runner.faults()
         assert llm.stats()["store"]["verify_reads"] is False
         os.utime(path := original / "model.safetensors", ns=(1, 1))
         errors = [error for _, error in answered(llm, range(306, 318)) if error]
@@ -286,5 +292,5 @@ def test_reads_are_verified_by_crc32c_where_it_is_known_else_by_sha256(
     if change == without_crcs:
         flip_kept_time(path)
     with open_llm(broken, **options) as llm:
-        errors = [error for _, error in answered(llm, range(300, 312)) if error]
+        errors = [error for _, error in answered(llm, ASKED) if error]
     assert errors and all(str(path) in e and "have their checksum" in e for e in errors)

@@ -186,8 +186,8 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
 @pytest.mark.parametrize(
     ("layers", "driver"),
     [
-        *((3, "stream"), (4, "stream"), (3, FLUX)),
-        pytest.param(5, "stream", marks=pytest.mark.nightly),
+        *((3, "stream"), (3, FLUX)),
+        *(pytest.param(n, "stream", marks=pytest.mark.nightly) for n in (4, 5)),
     ],
 )
 def test_loads_and_layers_are_in_order_under_random_durations(layers, driver):
@@ -210,7 +210,7 @@ def recycled_too_early(monkeypatch) -> None:
     monkeypatch.setattr(moejax.step.experts, "hand_over", hand_over)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_order_with_a_mistake_is_found(monkeypatch):
     at_rest_of(3)
     recycled_too_early(monkeypatch)
@@ -295,7 +295,7 @@ def test_layers_are_dispatched_in_order(layers, monkeypatch):
     assert dispatched_wrongly(layers, monkeypatch) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dispatch_with_a_mistake_is_found(monkeypatch):
     """A layer's copies begin when the one before has been dispatched, in series with it."""
     at_rest_of(3)
@@ -448,7 +448,7 @@ def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
     [
         ("flux,packed=25%", MEMORY),
         # Staging is kept for a layer of which nobody is packed, as that may come.
-        pytest.param("flux-direct,packed=75%", MEMORY + 12 * RECORD, marks=pytest.mark.slow),
+        pytest.param("flux-direct,packed=75%", MEMORY + 12 * RECORD, marks=pytest.mark.nightly),
     ],
 )
 def test_over_jax_copies_they_do_too(tiers, memory):
@@ -479,7 +479,7 @@ def test_over_jax_copies_a_move_that_fails_changes_nothing():
     ("tiers", "seconds"),
     [
         *(("flux,packed=50%,dense=25%", seconds) for seconds in (FAST, SLOWLY)),
-        ("flux-direct,packed=50%", SLOWLY),
+        pytest.param("flux-direct,packed=50%", SLOWLY, marks=pytest.mark.nightly),
     ],
 )
 def test_residents_of_both_tiers_go_and_come(tiers, seconds):
@@ -524,7 +524,7 @@ def test_compute_is_profiled_by_bucket():
         assert all(rho[rows] > 0 for rows in compute) and not stats["planner"]["moves"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_planner_that_does_not_ask_what_kv_needs_is_found(monkeypatch):
     answers_at_rest()
     monkeypatch.setattr(ResidencyPlanner, "kv_needs", lambda self: self.least_kv_slots)

@@ -336,17 +336,9 @@ def compile_large(made: Programs, key: ProgramKey, donate: bool = True) -> Compi
 
 
 @pytest.mark.aot
+@pytest.mark.nightly  # with kernels in place of XLA's ops .ci/run has it: tests/aot/test_steps.py
 @pytest.mark.parametrize(
-    "key",
-    # With kernels in place of XLA's ops, .ci/run compiles the others: tests/aot/test_steps.py.
-    [
-        PREFILL,
-        *(
-            pytest.param(k, marks=pytest.mark.nightly)
-            for k in (DECODE, STAGED, *OTHERS, part("decode", "experts"))
-        ),
-    ],
-    ids=str,
+    "key", [PREFILL, DECODE, STAGED, *OTHERS, part("decode", "experts")], ids=str
 )
 def test_a_step_of_a_large_model_copies_nothing_large(key):
     made = large()

@@ -69,7 +69,7 @@ def _distances(rng, rows, vocabulary):
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [96, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5000))]
+    "vocabulary", [96, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 5000))]
 )
 def test_both_searches_find_the_same_threshold(vocabulary):
     rng, rows = np.random.default_rng(vocabulary), 16
@@ -104,7 +104,7 @@ def test_both_searches_find_the_same_threshold(vocabulary):
 @given(st.data())
 def test_rows_that_truncate_nothing_have_the_same_tokens_without_searches(data):
     """To the bit, whatever was computed beside them."""
-    rows, vocabulary = 16, data.draw(st.sampled_from([1, 96, 1003, 5000]))
+    rows, vocabulary = 16, data.draw(st.sampled_from([1, 1003]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     logits = rng.normal(0, 3, (rows, vocabulary)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = -np.inf

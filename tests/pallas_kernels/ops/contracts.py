@@ -41,3 +41,6 @@ CONTRACTS = (
     *combine.CONTRACTS,
     *truncate.CONTRACTS,
 )
+
+LATER = ("prefill_attention", "prefill_attention over latent pages", "fill in transit")
+"""Contracts whose PTX takes minutes to interpret, so tests/ptx has them at night alone."""

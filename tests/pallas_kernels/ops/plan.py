@@ -192,9 +192,9 @@ def check_resident(sizes, implementation):
     ids = np.sort(rng.integers(0, experts + 1, (layers, tokens, top_k)), axis=2).astype(np.int32)
     weights = rng.random(ids.shape, np.float32)
     records = jnp.zeros((layers, record_size(tokens * top_k, experts)), jnp.int32)
-    wanted = tables
+    wanted, plan = tables, compiled(api.plan_routed)
     for layer in range(layers):
-        wanted, records, _ = api.plan_routed(wanted, layer, ids[layer], weights[layer], records)
+        wanted, records, _ = plan(wanted, np.int32(layer), ids[layer], weights[layer], records)
     got, counts = compiled(RESIDENT[implementation])(tables, ids.reshape(layers, -1))
     same = functools.partial(np.testing.assert_array_equal, strict=True)
     jax.tree.map(same, jax.device_get(got), jax.device_get(wanted))
