@@ -15,6 +15,7 @@ import functools
 import getpass
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -96,6 +97,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("marker torch: parity with transformers' models runs on Python 3.11")
         if importlib.util.find_spec("torch") is None:
             pytest.fail("torch is not installed: pip install '.[test]'", pytrace=False)
+    if item.get_closest_marker("browser") and shutil.which("chromium") is None:
+        pytest.skip("marker browser: no chromium here")
     if item.get_closest_marker("shared") and not SHARED.is_dir():
         pytest.skip(f"marker shared: no {SHARED}; MOEJAX_SHARED names another place")
     if item.get_closest_marker("aot") and (missing := _aot_missing()):

@@ -156,6 +156,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="write when native CPU ops and the transfer queue did what, FILE.json for "
         "https://ui.perfetto.dev; only for a prompt, not for --input",
     )
+    output.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw what memory holds at the end and which experts were chosen, FILE.svg or "
+        "FILE.png; only for a prompt, not for --input",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -168,6 +174,7 @@ def _run(args: argparse.Namespace) -> int:
         and args.output is None,
         "--output, --on-error and --overwrite need --input": jobs and not files,
         "--timeline goes with a PROMPT, not with --input": args.timeline is not None and files,
+        "--picture goes with a PROMPT, not with --input": args.picture is not None and files,
         "--chat goes with a PROMPT; a line of --input may have messages": args.chat and files,
         "--system needs --chat": args.system is not None and not args.chat,
         "--ray needs --input FILE": wants_cluster(args) and not files,
@@ -203,12 +210,30 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
             )
         usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
         params = dataclasses.replace(usual, **given)
-        with _timeline(args.timeline, llm):
+        with _timeline(args.timeline, llm), _picture(args.picture, llm):
             write_stream(llm, prompt, params)
         stats = llm.stats()
     if args.json or not args.quiet:
         print(json.dumps(stats) if args.json else f"\n{format_summary(stats)}", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _picture(path: str | None, llm: Any) -> Iterator[None]:
+    """Counts routing in the block, and draws the engine at its end. Without a path, it does
+    nothing."""
+    if path is None:
+        yield
+        return
+    from moejax.engine.snapshot import RoutingCounts, describe, snapshot
+    from moejax.traces.picture import check_picture, write_picture
+
+    check_picture(path)
+    engine = llm.engine
+    counts = RoutingCounts(engine)
+    engine.listener = counts.listen
+    yield
+    write_picture(path, describe(engine), snapshot(engine, counts), llm.model)
 
 
 @contextmanager

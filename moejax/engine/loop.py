@@ -232,22 +232,46 @@ class Engine:
             self._drain()
             if not self.idle:
                 raise ValueError("requests are running; budgets change between them")
-            if self.runner.steps.in_place and any(cells_per_layer):
-                raise ValueError(
-                    "every expert is read where it lies in the store and has no cell; start with "
-                    "eviction='lru' for experts in cells"
-                )
-            if self.runner.steps.window:
-                raise ValueError(
-                    "experts stream through a window of two layers, whose cells are no layer's; "
-                    "start with driver='device' for cells of each layer"
-                )
+            self._check_cells_move(cells_per_layer)
             arena = self.scheduler.arena
             check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
             # A slot that changes sides must be empty.
             self.scheduler.move_out_all()
             grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
             self._trace_budget(None)
+
+    def move_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> bool:
+        """Moves the split towards the one that `set_budget` would set, also while requests run, as
+        far as it can move before the next step. Returns whether it is there. Call it before later
+        steps until it is.
+
+        Raises ValueError as `set_budget` does, and if policies move the split or experts have two
+        versions.
+        """
+        with self.undisturbed():
+            self._check_cells_move(cells_per_layer)
+            check_one_version(self.runner)
+            if self.control is not None and {"cells", "kv_pages"} & self.control.controller.writes:
+                raise ValueError("policies move the split between experts and KV; leave out resize")
+            arena = self.scheduler.arena
+            check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
+            pages = kv_slots * arena.layout.pages_per_slot
+            moved = self.resizer.move(np.asarray(cells_per_layer), pages)
+            self._trace_budget(None, moved.settled)
+            return moved.settled
+
+    def _check_cells_move(self, cells_per_layer: Sequence[int]) -> None:
+        """Raises ValueError where layers have no cells of their own."""
+        if self.runner.steps.in_place and any(cells_per_layer):
+            raise ValueError(
+                "every expert is read where it lies in the store and has no cell; start with "
+                "eviction='lru' for experts in cells"
+            )
+        if self.runner.steps.window:
+            raise ValueError(
+                "experts stream through a window of two layers, whose cells are no layer's; "
+                "start with driver='device' for cells of each layer"
+            )
 
     def begin_anew(
         self, spec: Spec, policies: Sequence[Policy], cells_per_layer: Sequence[int]

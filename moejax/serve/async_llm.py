@@ -7,10 +7,10 @@ import atexit
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from moejax.errors import UserError
 from moejax.requests.outputs import RequestOutput
@@ -20,6 +20,8 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.engine_thread import EngineThread, TokenStream
 from moejax.serve.llm import LLM
 from moejax.start.options import Config
+
+T = TypeVar("T")
 
 _EXIT_S = 30.0
 """Seconds that the interpreter's exit waits for the running step."""
@@ -143,6 +145,11 @@ class AsyncLLM:
     async def stats(self) -> dict[str, Any]:
         """`LLM.stats`, between two steps."""
         return await self._engine.call(self._llm.stats)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Runs a function on the engine's thread between two steps. Returns its result, or raises
+        what it raises."""
+        return await self._engine.call(function)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when a step failed, UserError when the AsyncLLM is closed."""

@@ -11,15 +11,17 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,9 +29,12 @@ from moejax.errors import UserError
 from moejax.requests.outputs import CompletionOutput, RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.serve.async_llm import AsyncLLM
+from moejax.serve.batch.lines import read_json_object, read_request
 from moejax.serve.batch.openai_fields import CHAT, COMPLETIONS
 from moejax.serve.batch.result_lines import choice_of, prompt_logprobs_of, usage_of
 from moejax.serve.engine_thread import EngineDeadError
+from moejax.serve.http.live import MOST_VIEWERS, LiveView
+from moejax.serve.http.metrics import Metrics
 from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
 from moejax.serve.llm import LLM
 
@@ -44,9 +49,11 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
 
     - `served`: runs `llm`.
     - `model`: the name that clients use.
-    - `api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health.
+    - `api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health and for
+      the page.
     """
     began, longest = int(time.time()), llm.engine.scheduler.max_model_len
+    live, counted = LiveView(llm, served, model), Metrics(llm, model)
 
     async def health(request: Request) -> Response:
         await served.check_health()
@@ -56,7 +63,32 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
         card = {"id": model, "object": "model", "created": began, "owned_by": "moejax"}
         return JSONResponse({"object": "list", "data": [card | {"max_model_len": longest}]})
 
+    async def metrics(request: Request) -> Response:
+        text = await served.between_steps(counted.text)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def tokenize(request: Request) -> Response:
+        fields = read_json_object(await _read_body(request))
+        fields.pop("model", None)
+        _, ids = await asyncio.to_thread(llm.encoder, read_request(fields, {}).prompt)
+        return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids})
+
+    async def look(request: Request) -> Response:
+        if live.full:
+            raise Refusal(503, f"{MOST_VIEWERS} pages are open, the most that are served")
+        return _LiveStream(live.events())
+
+    async def move_budget(request: Request) -> Response:
+        fields = read_json_object(await _read_body(request))
+        await live.move_budget(fields.get("expert_slots"))
+        return Response(status_code=202)
+
+    async def page(request: Request) -> Response:
+        name = request.url.path.removeprefix("/") or "index.html"  # the routes name each file
+        return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
     async def answer(url: str, request: Request) -> Response:
+        came = time.perf_counter()
         asked = read_asked(url, await _read_body(request), model)
 
         async def begin() -> tuple[AsyncGenerator[RequestOutput, None], RequestOutput]:
@@ -71,6 +103,7 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
 
         # The first output shows that the request can run.
         outputs, first = await _unless_gone(request, begin())
+        ended = partial(counted.observe, came, time.perf_counter())
         kind = "chat.completion" if asked.chat else "text_completion"
         head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -79,8 +112,9 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
             "model": model,
         }
         if asked.stream:
-            return _EventStream(asked, head, outputs, first)
+            return _EventStream(asked, head, outputs, first, ended)
         await outputs.aclose()
+        ended(first)
         top = asked.request.sampling_params.logprobs or 0
         choices = [choice_of(completion, asked.chat, top) for completion in first.outputs]
         return JSONResponse(
@@ -91,12 +125,45 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
+            Route("/metrics", metrics),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/live", look),
+            Route("/live/budget", move_budget, methods=["POST"]),
+            Route("/", page),
+            *(Route(f"/{name}", page) for name in _PAGE_FILES),
             *(Route(url, partial(answer, url), methods=["POST"]) for url in (CHAT, COMPLETIONS)),
         ],
         exception_handlers=dict.fromkeys(_ERRORS, _answer_error)
         | {ClientDisconnect: _answer_nobody},
     )
     return app if api_key is None else _require_key(app, api_key)
+
+
+# ---- the page
+
+_PAGE = Path(__file__).parent / "page"
+_PAGE_FILES = ("page.css", "page.js")
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+}
+_OPEN_PATHS = frozenset(("/health", "/", *(f"/{name}" for name in _PAGE_FILES)))
+"""Paths that need no key: they tell nothing of the model or of requests."""
+
+
+class _LiveStream(StreamingResponse):
+    """A response of events until the client goes away."""
+
+    def __init__(self, events: AsyncGenerator[str, None]):
+        self._events = events
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientDisconnect, UserError, EngineDeadError):
+                await _unless_gone(Request(scope, receive), self.stream_response(send))
 
 
 # ---- requests
@@ -147,7 +214,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def _require_key(app: ASGIApp, key: str) -> ASGIApp:
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, b"Bearer " + key.encode()):
                 refusal = Refusal(401, "the API key is missing or wrong", None, "invalid_api_key")
@@ -180,10 +247,11 @@ class _EventStream(StreamingResponse):
         head: dict[str, Any],
         outputs: AsyncGenerator[RequestOutput, None],
         first: RequestOutput,
+        ended: Callable[[RequestOutput], None],
     ):
         self._outputs = outputs
         super().__init__(
-            _events(asked, head, outputs, first),
+            _events(asked, head, outputs, first, ended),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -200,6 +268,7 @@ async def _events(
     head: dict[str, Any],
     outputs: AsyncGenerator[RequestOutput, None],
     first: RequestOutput,
+    ended: Callable[[RequestOutput], None],
 ) -> AsyncGenerator[str, None]:
     count = {"usage": None} if asked.include_usage else {}
 
@@ -222,6 +291,7 @@ async def _events(
             if output.finished:
                 break
             output = await anext(outputs)
+        ended(output)
         if asked.include_usage:
             yield chunk([], usage=_count(output))
     except (UserError, EngineDeadError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import http.client
 import json
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import openai
 import pytest
 import uvicorn
@@ -36,7 +38,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
 class Served:
     """The server of this file, and what LLM.generate said before it began."""
 
-    def __init__(self, llm):
+    def __init__(self, llm, key: str | None = "secret"):
         params = [SamplingParams(**each) for each in PLAIN]
         self.texts = [
             [c.text for c in llm.generate("The old house", each)[0].outputs] for each in params
@@ -44,7 +46,7 @@ class Served:
         room = llm.engine.scheduler.max_model_len - len(llm.encoder({"messages": MESSAGES})[1])
         self.answer = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=room))[0]
         self.llm, self.served = llm, AsyncLLM(llm)
-        app = http_app.make_app(llm, self.served, "tiny", "secret")
+        app = http_app.make_app(llm, self.served, "tiny", key)
         bound = socket.create_server(("127.0.0.1", 0))
         self.port = bound.getsockname()[1]
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
@@ -140,6 +142,108 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def snapshots(server: Served, count: int) -> list[tuple[str, dict]]:
+    connection, response = server.open("GET", "/live")
+    assert response.status == 200
+    found = []
+    while len(found) < count:
+        name = response.readline().decode().strip().removeprefix("event: ")
+        data = response.readline().decode().strip().removeprefix("data: ")
+        assert response.readline() == b"\n"
+        found.append((name, json.loads(data)))
+    connection.close()
+    return found
+
+
+def test_snapshots_follow_the_engine(server):
+    (kind, about), (_, first) = snapshots(server, 2)
+    assert kind == "model" and about["model"] == "tiny" and about["chat"] and about["movable"]
+    layers, experts = about["layers"], about["experts"]
+    assert len(first["slots"]) == about["slots"] and len(first["chosen"]) == layers * experts
+    ahead = threading.Thread(target=server.ask, args=(COMPLETIONS, LONG))
+    ahead.start()
+    states = [state for _, state in snapshots(server, 6)[1:]]
+    ahead.join()
+    for state in states:
+        held = {slot for slot in state["slots"] if slot >= 0}
+        assert held == {i for i, kind in enumerate(state["resident"]) if kind}
+        assert len(held) <= sum(state["cells_per_layer"])
+    config = server.llm.engine.runner.config
+    counts = np.reshape(states[-1]["chosen"], (layers, experts)).sum(axis=1)
+    assert (counts == counts[0]).all() and counts[0] % config.num_experts_per_tok == 0
+
+
+def test_the_budget_moves_while_text_comes(server):
+    (_, about), (_, before) = snapshots(server, 2)
+    cells = sum(before["cells_per_layer"])
+    expected = server.ask(COMPLETIONS, LONG)[1]["choices"][0]["text"]
+    found = []
+    asking = threading.Thread(target=lambda: found.append(server.ask(COMPLETIONS, LONG)))
+    asking.start()
+    most = about["slots"] - about["least_kv_slots"]
+    for wanted in (about["layers"], most, cells):
+        assert server.ask("/live/budget", {"expert_slots": wanted})[0] == 202
+        until = time.monotonic() + 20
+        while sum(server.llm.engine.scheduler.arena.cell_row.flat >= 0) != wanted:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    asking.join()
+    assert found[0][1]["choices"][0]["text"] == expected
+    for wrong in (-1, most + 1, "5", None, True):
+        status, body = server.ask("/live/budget", {"expert_slots": wrong})
+        assert status == 400 and "expert_slots must be an integer" in body["error"]["message"]
+
+
+def test_too_many_pages_are_refused(server, monkeypatch):
+    monkeypatch.setattr("moejax.serve.http.live.MOST_VIEWERS", 0)
+    status, body = server.ask("/live", method="GET")
+    assert status == 503 and "pages are open" in body["error"]["message"]
+
+
+def test_metrics_count_requests_under_vllms_names(server):
+    def read() -> dict[str, float]:
+        connection, response = server.open("GET", "/metrics")
+        lines = response.read().decode().splitlines()
+        connection.close()
+        found: dict[str, float] = collections.defaultdict(float)
+        for line in lines:
+            if line[0] != "#":
+                found[line.split("{")[0]] += float(line.split()[-1])
+        return found
+
+    before = read()
+    server.ask(COMPLETIONS, {"prompt": "The old house", **GREEDY})
+    server.events(COMPLETIONS, {"prompt": "The old house", **GREEDY})
+    after = read()
+    for name, more in (
+        ("vllm:generation_tokens_total", 24),
+        ("vllm:time_to_first_token_seconds_count", 2),
+        ("vllm:e2e_request_latency_seconds_count", 2),
+        ("vllm:request_success_total", 2),
+    ):
+        assert after[name] - before[name] == more
+    assert after["vllm:num_requests_running"] == 0 and after["moejax:expert_slots"] > 0
+
+
+@pytest.mark.parametrize("given", [{"prompt": "The old house"}, {"messages": MESSAGES}])
+def test_tokenize(server, given):
+    status, found = server.ask("/tokenize", {"model": "tiny", **given})
+    ids = server.llm.encoder(given.get("prompt") or given)[1]
+    assert (status, found["tokens"], found["count"]) == (200, ids, len(ids))
+    assert server.ask("/tokenize", {"text": "a"})[0] == 400
+
+
+def test_the_page_needs_no_key_and_names_nothing_outside(server):
+    for url, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "javascript")):
+        connection, response = server.open("GET", url, headers={})
+        text = response.read().decode()
+        connection.close()
+        assert response.status == 200 and kind in response.headers["content-type"]
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert "://" not in text
+    assert server.ask("/live", method="GET", headers={})[0] == 401
 
 
 def test_an_answer_by_a_schema(server):

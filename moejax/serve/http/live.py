@@ -1,0 +1,97 @@
+"""What the server's page shows: snapshots of the engine as server-sent events, and its budget."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from moejax.engine.snapshot import RoutingCounts, describe, least_kv_slots, snapshot
+from moejax.errors import UserError, shown
+from moejax.models.json_values import is_integer
+from moejax.serve.async_llm import AsyncLLM
+from moejax.serve.engine_thread import EngineDeadError
+from moejax.serve.llm import LLM
+
+TICK_S = 0.25
+"""Seconds between two snapshots."""
+
+MOST_VIEWERS = 16
+"""Most pages that are open at once. Each snapshot delays a step a little."""
+
+
+class LiveView:
+    """Snapshots for open pages. Nothing is counted while none is open."""
+
+    def __init__(self, llm: LLM, served: AsyncLLM, model: str):
+        self._llm, self._served, self._model = llm, served, model
+        self._counts: RoutingCounts | None = None
+        self._viewers = 0
+        self._moving: asyncio.Task | None = None
+
+    @property
+    def full(self) -> bool:
+        return self._viewers >= MOST_VIEWERS
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yields server-sent events: first what does not change, then a snapshot every TICK_S."""
+        self._viewers += 1
+        try:
+            about = describe(self._llm.engine) | {
+                "model": self._model,
+                "versions": self._llm.plan.settings.versions,
+                "chat": self._llm.get_tokenizer() is not None
+                and bool(self._llm.get_tokenizer().chat_template),
+            }
+            yield _event("model", about)
+            while True:
+                yield _event("snapshot", await self._served.between_steps(self._take))
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._viewers -= 1
+            if not self._viewers:
+                self._llm.engine.listener = self._counts = None
+
+    def _take(self) -> dict[str, Any]:
+        engine = self._llm.engine
+        if self._counts is None:
+            self._counts = RoutingCounts(engine)
+            engine.listener = self._counts.listen
+        return snapshot(engine, self._counts)
+
+    async def move_budget(self, expert_slots: object) -> None:
+        """Begins to move the split so that experts have that many slots and KV the rest; a move
+        that has not ended is given up. Raises UserError for a split that cannot be."""
+        engine, arena = self._llm.engine, self._llm.engine.scheduler.arena
+        most_slots = arena.slots - least_kv_slots(engine)
+        if not is_integer(expert_slots) or not 0 <= expert_slots <= most_slots:
+            raise UserError(
+                f"expert_slots must be an integer from 0 to {most_slots}, got {shown(expert_slots)}"
+            )
+        if self._moving is not None:
+            self._moving.cancel()
+        layers, most = arena.cell_row.shape
+        cells = [
+            min(most, expert_slots // layers + (i < expert_slots % layers)) for i in range(layers)
+        ]
+        kv_slots = arena.slots - sum(cells)
+
+        def move() -> bool:
+            try:
+                return engine.move_budget(cells, kv_slots)
+            except ValueError as error:
+                raise UserError(f"the budget cannot move: {error}") from error
+
+        if not await self._served.between_steps(move):
+            self._moving = asyncio.create_task(self._go_on(move))
+
+    async def _go_on(self, move: Any) -> None:
+        with suppress(UserError, EngineDeadError):
+            while not await self._served.between_steps(move):
+                await asyncio.sleep(TICK_S)
+
+
+def _event(name: str, data: dict[str, Any] | Sequence) -> str:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
