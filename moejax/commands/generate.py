@@ -226,7 +226,7 @@ def _picture(path: str | None, llm: Any) -> Iterator[None]:
         yield
         return
     from moejax.engine.snapshot import RoutingCounts, describe, snapshot
-    from moejax.traces.picture import check_picture, write_picture
+    from moejax.serve.picture import check_picture, write_picture
 
     check_picture(path)
     engine = llm.engine

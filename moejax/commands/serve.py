@@ -40,6 +40,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     server.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name for clients (default: PATH)"
     )
+    server.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes calls of tools and reasoning: hermes, qwen3_coder, glm45, "
+        "deepseek_v3, kimi_k2, openai, or none (default: as its chat template shows)",
+    )
     add_model_options(serve)
     serve.set_defaults(json=False)
     serve.add_argument("--quiet", action="store_true", help="no progress")
@@ -93,7 +100,7 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     # uvicorn sends the signal to its own process again when it has ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     async with AsyncLLM(llm) as served:
-        app = make_app(llm, served, name, args.api_key)
+        app = make_app(llm, served, name, args.api_key, args.tool_call_parser)
         # Connections wait from now on.
         bound.listen(128)
         say(f"{name} answers at http://{address}/v1")

@@ -143,7 +143,8 @@ class PromptEncoder:
             if not messages:
                 raise UserError("there are no messages; provide at least one")
             _refuse_other_media(messages)
-            return self._bounded.render([dict(message) for message in messages], dict(named))
+            named = dict(named) | ({"tools": prompt["tools"]} if prompt.get("tools") else {})
+            return self._bounded.render([dict(message) for message in messages], named)
         except Exception as error:
             # Templates refuse messages by raising. A template is a program from the checkpoint,
             # and none of its other errors may end the engine.

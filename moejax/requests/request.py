@@ -19,7 +19,8 @@ from moejax.requests.token_rules import TokenRules
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids`, or `messages` and perhaps
-`chat_template_kwargs`, values of names in the chat template."""
+`chat_template_kwargs`, values of names in the chat template, and `tools`, a list as in OpenAI's
+API."""
 
 
 @dataclasses.dataclass(frozen=True)

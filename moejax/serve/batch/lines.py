@@ -243,7 +243,20 @@ def _message(message: Any) -> dict[str, Any]:
         content = "\n".join(str(part.get("text", "")) for part in content)
     elif not isinstance(content, str | None):
         raise UserError(f"the content of a message must be text, got {_kind(content)}")
-    return {**message, "content": content}
+    message = {**message, "content": content}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def _tool_call(call: Any) -> Any:
+    """Returns a call with its arguments as an object, which chat templates expect; OpenAI's API has
+    them as text."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError):
+        return call  # the template decides
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _list(name: str, value: Any) -> list:

@@ -33,10 +33,14 @@ from moejax.serve.batch.lines import read_json_object, read_request
 from moejax.serve.batch.openai_fields import CHAT, COMPLETIONS
 from moejax.serve.batch.result_lines import choice_of, prompt_logprobs_of, usage_of
 from moejax.serve.engine_thread import EngineDeadError
+from moejax.serve.http.answer_formats import NOTHING, Answer, AnswerReader
 from moejax.serve.http.live import MOST_VIEWERS, LiveView
 from moejax.serve.http.metrics import Metrics
 from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
 from moejax.serve.llm import LLM
+
+Parts = Callable[[CompletionOutput], Answer]
+"""Takes the text so far apart."""
 
 MOST_BODY = 8 * 2**20
 """Most bytes of a request's body. It is read on the event loop, which all requests share."""
@@ -44,14 +48,23 @@ MOST_BODY = 8 * 2**20
 T = TypeVar("T")
 
 
-def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None) -> ASGIApp:
+def make_app(
+    llm: LLM,
+    served: AsyncLLM,
+    model: str,
+    api_key: str | None = None,
+    tool_call_parser: str = "auto",
+) -> ASGIApp:
     """Returns the app with the server's routes.
 
     - `served`: runs `llm`.
     - `model`: the name that clients use.
     - `api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health and for
       the page.
+    - `tool_call_parser`: how the model writes calls of tools and reasoning, see AnswerReader.
     """
+    tokenizer = llm.get_tokenizer()
+    reader = AnswerReader(tokenizer and tokenizer.get_chat_template(), tool_call_parser)
     began, longest = int(time.time()), llm.engine.scheduler.max_model_len
     live, counted = LiveView(llm, served, model), Metrics(llm, model)
 
@@ -90,6 +103,12 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
     async def answer(url: str, request: Request) -> Response:
         came = time.perf_counter()
         asked = read_asked(url, await _read_body(request), model)
+        if asked.chat and not (asked.raw or reader.plain):
+            # Marks may be special tokens.
+            params = dataclasses.replace(asked.request.sampling_params, skip_special_tokens=False)
+            asked = dataclasses.replace(
+                asked, request=dataclasses.replace(asked.request, sampling_params=params)
+            )
 
         async def begin() -> tuple[AsyncGenerator[RequestOutput, None], RequestOutput]:
             fitted = await asyncio.to_thread(_fit, llm, asked.request) if asked.fits else None
@@ -112,14 +131,28 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
             "model": model,
         }
         if asked.stream:
-            return _EventStream(asked, head, outputs, first, ended)
+            return _EventStream(asked, head, outputs, first, ended, parts(asked, first))
         await outputs.aclose()
         ended(first)
         top = asked.request.sampling_params.logprobs or 0
         choices = [choice_of(completion, asked.chat, top) for completion in first.outputs]
+        if (read := parts(asked, first)) is not None:
+            for choice, completion in zip(choices, first.outputs, strict=True):
+                put_parts(choice, "message", read(completion), NOTHING)
         return JSONResponse(
             head | {"choices": choices, **prompt_logprobs_of(first), "usage": _count(first)}
         )
+
+    def parts(asked: Asked, first: RequestOutput) -> Parts | None:
+        """Returns how the texts of a request are taken apart; None: they are the answers."""
+        if asked.tools.forced:
+            return lambda c: asked.tools.read(c.text) if c.finished() else NOTHING
+        if not asked.chat or asked.raw or reader.plain:
+            return None
+        assert tokenizer is not None
+        end = tokenizer.decode([*(first.prompt_token_ids or ())][-4:]).rstrip()
+        thinking, types = end.endswith("<think>"), asked.tools.types()
+        return lambda c: reader.read(c.text, c.finished(), thinking, types)
 
     app = Starlette(
         routes=[
@@ -248,10 +281,11 @@ class _EventStream(StreamingResponse):
         outputs: AsyncGenerator[RequestOutput, None],
         first: RequestOutput,
         ended: Callable[[RequestOutput], None],
+        parts: Parts | None,
     ):
         self._outputs = outputs
         super().__init__(
-            _events(asked, head, outputs, first, ended),
+            _events(asked, head, outputs, first, ended, parts),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -269,6 +303,7 @@ async def _events(
     outputs: AsyncGenerator[RequestOutput, None],
     first: RequestOutput,
     ended: Callable[[RequestOutput], None],
+    parts: Parts | None,
 ) -> AsyncGenerator[str, None]:
     count = {"usage": None} if asked.include_usage else {}
 
@@ -276,7 +311,7 @@ async def _events(
         return _event({**head, "choices": choices, **count, **more})
 
     top = asked.request.sampling_params.logprobs or 0
-    pieces = [_Pieces(asked.chat, top) for _ in first.outputs]
+    pieces = [_Pieces(asked.chat, top, parts) for _ in first.outputs]
     try:
         if asked.chat:
             for each in first.outputs:
@@ -309,6 +344,9 @@ class _Pieces:
 
     chat: bool
     top: int
+    parts: Parts | None
+    answer: Answer = NOTHING
+    """What came of the answer, if it is taken apart."""
     text: int = 0
     tokens: int = 0
     token_text: int = 0
@@ -331,10 +369,38 @@ class _Pieces:
         choice = choice_of(piece, self.chat, self.top)
         if self.chat:
             choice["delta"] = {"content": choice.pop("message")["content"]}
+            if self.parts is not None:
+                before, self.answer = self.answer, self.parts(completion)
+                put_parts(choice, "delta", self.answer, before)
         elif (found := choice["logprobs"]) is not None:
             found["text_offset"] = [self.token_text + offset for offset in found["text_offset"]]
             self.token_text += sum(map(len, found["tokens"]))
         return choice
+
+
+def put_parts(choice: dict[str, Any], name: str, answer: Answer, before: Answer) -> None:
+    """Puts what is new in the parts of an answer into its choice.
+
+    - `name`: "message" or "delta".
+    - `before`: what was sent before.
+    """
+    said = choice[name]
+    said["content"] = answer.content[len(before.content) :]
+    if reasoning := answer.reasoning[len(before.reasoning) :]:
+        said["reasoning_content"] = reasoning
+    if new := answer.calls[len(before.calls) :]:
+        said["tool_calls"] = [
+            {
+                **({"index": i} if name == "delta" else {}),
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": call._asdict(),
+            }
+            for i, call in enumerate(new, len(before.calls))
+        ]
+        said["content"] = said["content"] or None
+    if answer.calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
 
 
 # ---- errors

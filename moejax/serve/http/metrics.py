@@ -17,6 +17,8 @@ from moejax.engine.loop import Engine
 from moejax.requests.outputs import RequestOutput
 from moejax.serve.llm import LLM
 
+_OURS = "moejax"
+
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -75,14 +77,14 @@ class Metrics(Collector):
             ("vllm:num_preemptions", "Preemptions.", kv["preemptions"]),
             ("vllm:prefix_cache_queries", "Tokens looked up.", stats["prompt_tokens"]),
             ("vllm:prefix_cache_hits", "Tokens found.", kv["prefix_hit_tokens"]),
-            ("moejax:expert_activations", "Layer-experts needed.", experts["activations"]),
-            ("moejax:expert_hits", "Of these, resident ones.", experts["hits"]),
+            (f"{_OURS}:expert_activations", "Layer-experts needed.", experts["activations"]),
+            (f"{_OURS}:expert_hits", "Of these, resident ones.", experts["hits"]),
         ):
             counter = CounterMetricFamily(name, about, labels=names)
             counter.add_metric(values, value)
             yield counter
         moved = CounterMetricFamily(
-            "moejax:link_bytes", "Bytes moved over the link.", labels=[*names, "cause"]
+            f"{_OURS}:link_bytes", "Bytes moved over the link.", labels=[*names, "cause"]
         )
         for cause, count in stats["bytes"].items():
             moved.add_metric([*values, cause], count)
@@ -98,6 +100,6 @@ def _gauges(stats: dict[str, Any], engine: Engine) -> Iterator[tuple[str, str, f
     yield "vllm:num_requests_waiting", "Requests that wait.", len(scheduler.waiting)
     used = 1 - scheduler.cache.available / max(arena["kv_pages"], 1)
     yield "vllm:kv_cache_usage_perc", "Share of KV pages in use, 1 = all.", used
-    yield "moejax:expert_slots", "Slots of the arena that experts have.", arena["expert_slots"]
-    yield "moejax:kv_slots", "Slots of the arena that KV has.", arena["kv_slots"]
-    yield "moejax:slot_bytes", "Bytes of a slot.", arena["slot_bytes"]
+    yield f"{_OURS}:expert_slots", "Slots of the arena that experts have.", arena["expert_slots"]
+    yield f"{_OURS}:kv_slots", "Slots of the arena that KV has.", arena["kv_slots"]
+    yield f"{_OURS}:slot_bytes", "Bytes of a slot.", arena["slot_bytes"]

@@ -10,6 +10,7 @@ from moejax.errors import UserError, shown
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.lines import read_json_object, read_request
 from moejax.serve.batch.openai_fields import CHAT, rename_fields
+from moejax.serve.http.tools import Tools, read_tools
 
 
 class Refusal(Exception):
@@ -33,6 +34,9 @@ class Asked:
     """Whether the stream ends with the counts of tokens."""
     fits: bool
     """Whether the answer may be as long as the context allows: a chat without max_tokens."""
+    tools: Tools
+    raw: bool
+    """Whether the text is the answer as it is: special tokens or a grammar were asked for."""
 
     @property
     def chat(self) -> bool:
@@ -78,8 +82,19 @@ def _read(url: str, body: dict[str, Any], model: str) -> Asked:
     include_usage = options.get("include_usage") or False
     if not isinstance(include_usage, bool):
         raise UserError(f"stream_options.include_usage must be true or false, got {include_usage}")
+    tools = Tools()
+    if url == CHAT:
+        tools = read_tools(body.pop("tools", None), body.pop("tool_choice", None))
+    if tools.forced:
+        if "structured_outputs" in body or "response_format" in body:
+            raise UserError("tool_choice and response_format both fix the answer; give one of them")
+        body["structured_outputs"] = {"json": tools.grammar()}
     fields = rename_fields(url, body)
     request = read_request(fields, {})
+    if tools.given and isinstance(request.prompt, dict):
+        request = dataclasses.replace(request, prompt={**request.prompt, "tools": [*tools.given]})
+    raw = "skip_special_tokens" in fields or "structured_outputs" in fields
     if stream and request.sampling_params.prompt_logprobs is not None:
         raise UserError("prompt_logprobs are not part of a stream; leave out stream")
-    return Asked(url, request, stream, include_usage, url == CHAT and "max_tokens" not in fields)
+    fits = url == CHAT and "max_tokens" not in fields
+    return Asked(url, request, stream, include_usage, fits, tools, raw)

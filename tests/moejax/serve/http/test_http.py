@@ -46,16 +46,21 @@ class Served:
         room = llm.engine.scheduler.max_model_len - len(llm.encoder({"messages": MESSAGES})[1])
         self.answer = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=room))[0]
         self.llm, self.served = llm, AsyncLLM(llm)
-        app = http_app.make_app(llm, self.served, "tiny", key)
+        self.listen(http_app.make_app(llm, self.served, "tiny", key))
+
+    def listen(self, app) -> None:
         bound = socket.create_server(("127.0.0.1", 0))
         self.port = bound.getsockname()[1]
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
         self.thread = threading.Thread(target=self.server.run, args=([bound],))
         self.thread.start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.server.should_exit = True
         self.thread.join()
+
+    def close(self) -> None:
+        self.end()
         asyncio.run(self.served.close())
 
     def open(self, method: str, url: str, body: object = None, headers=HEADERS):
@@ -142,6 +147,45 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+PERSON = {"type": "function", "function": {"name": "person", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize("choice", ["required", PERSON])
+def test_a_tool_that_must_be_called(server, choice):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 90, "tools": [PERSON]}
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret")
+    (found,) = client.chat.completions.create(model="tiny", tool_choice=choice, **body).choices
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    (call,) = found.message.tool_calls
+    assert call.function.name == "person"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    chunks = [
+        *client.chat.completions.create(model="tiny", tool_choice=choice, stream=True, **body)
+    ]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    (streamed,) = (call for delta in deltas for call in delta.tool_calls or ())
+    assert streamed.function.arguments == call.function.arguments
+    assert not any(delta.content for delta in deltas)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_reasoning_is_apart_from_the_answer(server, monkeypatch):
+    template = "{{ messages[0]['content'] }}{% if tools %}{{ tools | tojson }}{% endif %}<think>"
+    monkeypatch.setattr(server.llm.get_tokenizer(), "chat_template", template)
+    second = Served.__new__(Served)
+    second.llm, second.served = server.llm, server.served
+    second.listen(http_app.make_app(server.llm, server.served, "tiny", None))
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, "tools": [PERSON]}
+    (choice,) = second.ask(CHAT, body)[1]["choices"]
+    streamed = second.events(CHAT, body)
+    # This model does not end its thought.
+    assert choice["message"]["content"] == "" and choice["message"]["reasoning_content"]
+    pieces = joined(streamed, lambda c: c["delta"].get("reasoning_content") or "")
+    assert pieces == [choice["message"]["reasoning_content"]]
+    assert "person" in server.llm.encoder._render({"messages": MESSAGES, "tools": [PERSON]})
+    second.end()
 
 
 def snapshots(server: Served, count: int) -> list[tuple[str, dict]]:
@@ -337,7 +381,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "session_id": "s"}, 400, "session_id", "not supported"),
     (COMPLETIONS, {"prompt": "x", "chat_template_kwargs": {}}, 400, None, "needs messages"),
     (COMPLETIONS, {"messages": MESSAGES}, 400, "messages", "is not one of /v1/completions"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "each of tools"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "jsn"}}, 400, "response_format", "t"),
     (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "("}}, 400, None, "unclosed"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "not supp"),

@@ -1,0 +1,119 @@
+"""Reasoning and calls of tools in the texts of several families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moejax import UserError
+from moejax.serve.http.answer_formats import FORMATS, NOTHING, Answer, AnswerReader, Call
+from moejax.serve.http.tools import read_tools
+
+TYPES = {"f": {"x": {"type": "integer"}, "s": {"type": "string"}}}
+ARGUMENTS = '{"x": 1, "s": "2"}'
+JSON = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CODE = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+PAIRS = (
+    "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+DEEP = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+DEEP3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Sure."
+    "<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    f"{ARGUMENTS}"
+)
+THOUGHT = "<think>\nHm.\n</think>\n\nSure.\n"
+CASES = [
+    ("hermes", THOUGHT + JSON),
+    ("qwen3_coder", THOUGHT + CODE),
+    ("glm45", THOUGHT + PAIRS),
+    ("deepseek_v3", THOUGHT + DEEP),
+    ("deepseek_v3", THOUGHT + DEEP3),
+    ("kimi_k2", THOUGHT + KIMI),
+    ("openai", HARMONY),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_the_parts_of_an_answer(name, text):
+    # The sign of its format is in the template of a family, which thinks.
+    sign = next(each.sign for each in FORMATS if each.name == name)
+    reader = AnswerReader(f"{{{{ '<think>' }}}} {sign}")
+    assert reader.format is not None and reader.format.name == name
+    whole = reader.read(text, True, False, TYPES)
+    assert whole == Answer("Hm.", "Sure.", (Call("f", ARGUMENTS),))
+    # Streamed in any pieces, parts only grow.
+    before = NOTHING
+    for length in range(len(text) + 1):
+        now = reader.read(text[:length], length == len(text), False, TYPES)
+        assert now.reasoning.startswith(before.reasoning) and now.content.startswith(before.content)
+        assert now.calls[: len(before.calls)] == before.calls
+        before = now
+    assert before == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("Hm.\n</think>\nYes.", True, Answer("Hm.", "Yes.", ())),
+        ("Hm.", True, Answer("Hm.", "", ())),
+        ("Yes <b.", False, Answer("", "Yes <b.", ())),
+        ("<tool_call>no JSON</tool_call>", False, Answer("", "<tool_call>no JSON</tool_call>", ())),
+    ],
+)
+def test_texts_without_calls(text, thinking, answer):
+    reader = AnswerReader("<think> <tool_call>")
+    assert reader.read(text, True, thinking, TYPES) == answer
+
+
+def test_marks_mean_nothing_without_tools_or_format():
+    assert AnswerReader("<tool_call>").read(JSON, True, False, {}) == Answer("", JSON, ())
+    assert AnswerReader("<think> <tool_call>", "none").plain and AnswerReader(None).plain
+    with pytest.raises(UserError, match="must be auto, none, openai"):
+        AnswerReader(None, "herms")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def test_tools_that_must_be_called():
+    named, required = read_tools([TOOL], NAMED), read_tools([TOOL], "required")
+    assert named.grammar() == {"type": "object"} and named.forced
+    assert named.read(ARGUMENTS) == Answer("", "", (Call("f", ARGUMENTS),))
+    calls = json.dumps([{"name": "f", "parameters": {"x": 1}}])
+    assert required.read(calls) == Answer("", "", (Call("f", '{"x": 1}'),))
+    assert required.read("[{") == Answer("", "[{", ())
+    assert not read_tools([TOOL], "none").given and not read_tools([TOOL], None).forced
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "words"),
+    [
+        ({}, None, "must be a list"),
+        ([TOOL] * 129, None, "at most 128"),
+        ([TOOL, TOOL], None, "of the same name"),
+        ([{"type": "web_search"}], None, "each of tools must be"),
+        ([{"function": {"name": ""}}], None, "needs a name"),
+        ([{"function": {"name": "f", "parameters": 3}}], None, "a JSON schema"),
+        ([TOOL], {"function": {"name": "g"}}, "none of tools"),
+        ([TOOL], "sometimes", "tool_choice must be"),
+        (None, "required", "needs tools"),
+    ],
+)
+def test_refused_tools(tools, choice, words):
+    with pytest.raises(UserError, match=words):
+        read_tools(tools, choice)
