@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moejax.models.config import parse_config
+from moejax.models.config import ModelConfig, parse_config
 from moejax.start.decide.shapes import KERNEL_WAVES, decodes_in_buckets, without_kernel
 from moejax.start.kernels import kernel_shapes
 from moejax.step.compiler import compiler_options
@@ -29,7 +29,10 @@ from tests.aot.ptxas import Kernel, compile_kernels
 from tests.moejax.models.test_published_configs import PUBLISHED
 from tests.moejax.step.test_constant_memory import PREFILL, STAGED, GiB, abstract_programs
 
-MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
+ALTERNATING = "alternating windows"
+"""Qwen3-30B-A3B if its layers had gpt-oss's windows in turn."""
+
+MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite", ALTERNATING)
 
 STEPS = (ProgramKey("decode", 16), STAGED, PREFILL)
 """Decode of 16 rows, decode of 64 with a stage list, prefill of 8192 tokens."""
@@ -44,9 +47,17 @@ OURS = re.compile(
 """How the names of our kernels begin; all others are XLA's."""
 
 
+def config_of(model: str) -> ModelConfig:
+    if model != ALTERNATING:
+        return parse_config(PUBLISHED[model].raw)
+    config = parse_config(PUBLISHED[MODELS[0]].raw)
+    turns = (True, False) * (config.num_hidden_layers // 2)
+    return dataclasses.replace(config, sliding_window=128, window_layers=turns)
+
+
 def kernels_on(card: str, model: str) -> Ops:
     """The ops that run for a model on a card: kernels, with the stages of its class."""
-    config = parse_config(PUBLISHED[model].raw)
+    config = config_of(model)
     return resolve_ops(
         "auto",
         platform="gpu",
@@ -57,7 +68,7 @@ def kernels_on(card: str, model: str) -> Ops:
 
 
 def step_programs(card: str, model: str) -> Programs:
-    config, ops = parse_config(PUBLISHED[model].raw), kernels_on(card, model)
+    config, ops = config_of(model), kernels_on(card, model)
     return abstract_programs(
         config,
         ARENA_GiB[card] * GiB,
@@ -90,7 +101,7 @@ def start_checks(
 ) -> Iterator[Check]:
     """What a start of the model on the card may check. versions: of its experts, (in a cell, in the
     store), if not dense. changes: fields of the ops that run."""
-    config = parse_config(PUBLISHED[model].raw)
+    config = config_of(model)
     ops = dataclasses.replace(kernels_on(card, model), **changes)
     for shape in kernel_shapes(config, "bfloat16", config.slot_layout(itemsize=2)):
         of_versions = {"versions": tuple(versions)} if versions else {}

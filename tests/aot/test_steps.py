@@ -11,7 +11,7 @@ from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import CARDS, compile_for, device_of
-from tests.aot.cards import MODELS, OURS, compile_step, step_programs
+from tests.aot.cards import ALTERNATING, MODELS, OURS, compile_step, step_programs
 from tests.aot.test_kernels import SPILLED
 from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, MiB, nbytes
 
@@ -56,7 +56,8 @@ LARGEST_COPY = {("DeepSeek-V2-Lite", "prefill"): 33 * MiB}
 """A prefill step with latent attention cuts the queries' two parts out of one product."""
 
 ALWAYS = {
-    *((MODELS[0], key, "h200") for key in (SHORT, SHORT._replace(resident=True), PREFILL)),
+    *((MODELS[0], key, "h200") for key in (SHORT._replace(resident=True), PREFILL)),
+    (ALTERNATING, SHORT, "h200"),
     (MODELS[0], STAGED, "rtx4090"),
 }
 """Those that .ci/run compiles; rtx4090: the card with the least shared memory."""
