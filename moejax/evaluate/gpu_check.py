@@ -22,7 +22,7 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.build import start_engine
-from moejax.start.kernels import kernel_shapes
+from moejax.start.kernels import kernel_shape
 from moejax.start.options import Config
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES, shared_class
@@ -98,9 +98,9 @@ def shape_checks(
             continue
         config = shape(name)
         ops = resolve_ops("auto", platform="gpu", dtype=dtype, shared_kib=shared_kib)
-        for kernel in kernel_shapes(config, dtype, config.slot_layout(itemsize=2)):
-            for check in checks(dataclasses.replace(kernel, versions=versions), ops):
-                found.setdefault(check.key, check)
+        kernels = kernel_shape(config, dtype, config.slot_layout(itemsize=2))
+        for check in checks(dataclasses.replace(kernels, versions=versions), ops):
+            found.setdefault(check.key, check)
     return list(found.values())
 
 

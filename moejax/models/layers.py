@@ -29,6 +29,7 @@ from pallas_kernels.linear import (
     normalises_within,
     sum_of_parts,
 )
+from pallas_kernels.paged_attention import NO_WINDOW, PerLayer
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
@@ -59,8 +60,7 @@ class LayerStack(nnx.Module):
     The parameters decide what is computed: norms of q and k, biases, LayerNorm instead of RMSNorm,
     latent attention, a shared expert. Methods take `i`, the layer's index in the run, and pass
     whole stacks to the ops, so a scan over i copies nothing if the ops are kernels. `first_layer`
-    counts all layers, `first_moe_layer` only layers with experts, and `window` is the run's sliding
-    window.
+    counts all layers, `first_moe_layer` only layers with experts.
 
     - `params`: the run's arrays as moejax.checkpoints.load returns them, weights in [out, in]
       order.
@@ -73,10 +73,9 @@ class LayerStack(nnx.Module):
         *,
         first_layer: int,
         first_moe_layer: int,
-        window: int | None = None,
         ops: Ops,
     ):
-        self.config, self.ops, self.window = config, ops, window
+        self.config, self.ops = config, ops
         self.first_layer, self.first_moe_layer = first_layer, first_moe_layer
         self.is_moe = "router" in params
         self.size = params["input_norm"].shape[0]
@@ -88,6 +87,9 @@ class LayerStack(nnx.Module):
             rotated = config.rope_layers[first_layer : first_layer + self.size]
             frequencies = np.asarray(rotated, np.float32)[:, None] * frequencies
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
+        windows = config.windows[first_layer : first_layer + self.size]
+        numbers = [NO_WINDOW if window is None else window for window in windows]
+        self.windows = nnx.Variable(jnp.asarray(numbers, jnp.int32)) if any(windows) else None
 
     def frequencies(self, i) -> jax.Array:
         """The angle per token of each pair of a head's values, [head_dim / 2]."""
@@ -99,6 +101,11 @@ class LayerStack(nnx.Module):
 
     def optional_weight(self, name: str) -> jax.Array | None:
         return self.weights[name][...] if name in self.weights else None
+
+    def per_layer(self, i: jax.Array) -> PerLayer:
+        """What attention of layer i reads beside pages."""
+        windows = None if self.windows is None else self.windows[...]
+        return PerLayer(i, self.optional_weight("sinks"), windows)
 
     def gives_squares(self, rows: int) -> bool:
         """Whether the router's product normalises this many rows of x itself. Then the `squares` of
@@ -360,7 +367,6 @@ class Decoder(nnx.Module):
                 of_run,
                 first_layer=run.start,
                 first_moe_layer=moe_layer,
-                window=run.window,
                 ops=ops,
             )
             runs.append(stack)

@@ -20,13 +20,11 @@ from pallas_kernels.route import RouteRule
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense, with
-    the same sliding window (in tokens; None: no window)."""
+    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense."""
 
     moe: bool
     start: int
     count: int
-    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +113,10 @@ class ModelConfig:
     @property
     def runs(self) -> tuple[Run, ...]:
         """The layers as runs of equal layers, in order."""
-        kinds = list(zip(self.moe_layers, self.windows, strict=True))
+        kinds = self.moe_layers
         starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
         ends = [*starts[1:], len(kinds)]
-        return tuple(
-            Run(kinds[s][0], s, e - s, kinds[s][1]) for s, e in zip(starts, ends, strict=True)
-        )
+        return tuple(Run(kinds[s], s, e - s) for s, e in zip(starts, ends, strict=True))
 
     @property
     def route_rule(self) -> RouteRule:

@@ -69,8 +69,8 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
         runs = not check.rows or min(check.rows) < 2 * steps.shapes.rows
         return check.wide in widths and runs
 
-    shapes = kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats)
-    return [check for shape in shapes for check in checks(shape, steps.ops) if needed(check)]
+    shape = kernel_shape(steps.config, steps.dtype, steps.layout, steps.formats)
+    return [check for check in checks(shape, steps.ops) if needed(check)]
 
 
 def native_note(steps: StepSpec, platform: str) -> str:
@@ -81,11 +81,10 @@ def native_note(steps: StepSpec, platform: str) -> str:
     return f"{reason}; all ops run in XLA" if reason else ""
 
 
-def kernel_shapes(
+def kernel_shape(
     config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None = None
-) -> tuple[ModelShape, ...]:
-    """Returns what decides the configurations of a model's kernels, one shape for each sliding
-    window.
+) -> ModelShape:
+    """Returns what decides the configurations of a model's kernels.
 
     - `formats`: the formats of the run's versions; None: dense alone.
     """
@@ -107,7 +106,8 @@ def kernel_shapes(
         head_dim=page.head_dim,
         products=_products(config, dtype, layers),
         block_size=page.block_size,
-        window=None,
+        window=config.sliding_window if any(config.windows) else None,
+        sinks="sinks" in names,
         activation=config.hidden_act,
         dtype=dtype,
         latent=page.latent,
@@ -121,11 +121,10 @@ def kernel_shapes(
         and config.residual_multiplier == 1
         and "post_norm_bias" not in names,
     )
-    if formats is not None:
-        versions = tuple((f.cell.version, f.store.version) for f in formats)
-        shape = dataclasses.replace(shape, versions=versions)
-    windows = sorted(set(config.windows), key=lambda w: w or 0)
-    return tuple(dataclasses.replace(shape, window=window) for window in windows)
+    if formats is None:
+        return shape
+    versions = tuple((f.cell.version, f.store.version) for f in formats)
+    return dataclasses.replace(shape, versions=versions)
 
 
 NARROW_BYTES = 1 << 32

@@ -258,13 +258,13 @@ void write_rows(const Call& call, Any memory, Ints first, Int count, ffi::Remain
 // ---- paged_attention
 
 // What decode and prefill share.
-Attention attention_of(const Any& q, const Arena& arena, const Ints& table, Int layer, Numbers page,
-                       int64_t window, float scale, Any& out) {
+Attention attention_of(const Any& q, const Arena& arena, const Ints& table, Int layer, Floats sinks,
+                       Ints windows, Int index, Numbers page, float scale, Any& out) {
   Size rows, heads, sequences, blocks;
   need(page.size() == 4, "page");
   Attention c = {};
   c.block_size = page[0], c.kv_heads = page[1], c.head_dim = page[2], c.latent = page[3];
-  c.window = window, c.scale = scale, c.type = type_of({q, out});
+  c.scale = scale, c.type = type_of({q, out});
   const int64_t value_dim = c.latent ? c.latent : c.head_dim;
   need(c.block_size > 0 && c.kv_heads > 0 && is(q, {rows, heads, c.head_dim}) &&
            is(table, {sequences, blocks}) && heads % c.kv_heads == 0 && value_dim <= c.head_dim &&
@@ -274,6 +274,16 @@ Attention attention_of(const Any& q, const Arena& arena, const Ints& table, Int 
   c.q = q.untyped_data(), c.arena = arena.data, c.out = out.untyped_data();
   c.kv_rows = arena.bytes() / (c.head_dim * size_of(c.type));
   c.block_table = table.typed_data(), c.layer = *layer.typed_data();
+  Size layers;
+  if (sinks.element_count()) {
+    need(is(sinks, {layers, heads}), "sinks");
+    c.sinks = sinks.typed_data() + layer_of(index, layers) * c.heads;
+  }
+  if (windows.element_count()) {
+    need(is(windows, {layers}), "windows");
+    c.window = windows.typed_data()[layer_of(index, layers)];
+    need(c.window > 0, "a window");
+  }
   return c;
 }
 
@@ -283,10 +293,11 @@ void attended(const Call& call, const Attention& c, Any& out, const std::vector<
 }
 
 void decode_attention(const Call& call, Any q, Any memory, Ints table, Ints lengths,
-                      Int layer, Numbers page, int64_t window, float scale,
+                      Int layer, Floats sinks, Ints windows, Int index, Numbers page, float scale,
                       ffi::Result<Any> out) {
   const Arena arena(memory);
-  const Attention c = attention_of(q, arena, table, layer, page, window, scale, *out);
+  const Attention c =
+      attention_of(q, arena, table, layer, sinks, windows, index, page, scale, *out);
   const int64_t rows = q.dimensions()[0];
   need(c.sequences == rows && is(lengths, {rows}), "lengths");
   std::vector<Queries> queries;
@@ -298,10 +309,11 @@ void decode_attention(const Call& call, Any q, Any memory, Ints table, Ints leng
 }
 
 void prefill_attention(const Call& call, Any q, Any memory, Ints table, Ints row, Ints start,
-                       Ints length, Int count, Int layer, Numbers page, int64_t window,
-                       float scale, ffi::Result<Any> out) {
+                       Ints length, Int count, Int layer, Floats sinks, Ints windows, Int index,
+                       Numbers page, float scale, ffi::Result<Any> out) {
   const Arena arena(memory);
-  const Attention c = attention_of(q, arena, table, layer, page, window, scale, *out);
+  const Attention c =
+      attention_of(q, arena, table, layer, sinks, windows, index, page, scale, *out);
   Size chunks;
   need(is(row, {chunks}) && is(start, {chunks}) && is(length, {chunks}) && chunks > 0 &&
            q.dimensions()[0] % chunks == 0,
@@ -486,8 +498,8 @@ MOEJAX_HANDLER(drain, drain)
 MOEJAX_HANDLER(move, move_rows, "width")
 MOEJAX_HANDLER(read, read_rows, "width", "rows")
 MOEJAX_HANDLER(write, write_rows, "width", "rows")
-MOEJAX_HANDLER(decode_attention, decode_attention, "page", "window", "scale")
-MOEJAX_HANDLER(prefill_attention, prefill_attention, "page", "window", "scale")
+MOEJAX_HANDLER(decode_attention, decode_attention, "page", "scale")
+MOEJAX_HANDLER(prefill_attention, prefill_attention, "page", "scale")
 MOEJAX_HANDLER(rms_norm, rms_norm_rows, "eps")
 MOEJAX_HANDLER(combine, combine_experts)
 MOEJAX_HANDLER(route, route_tokens, "counts", "scale", "jitter")

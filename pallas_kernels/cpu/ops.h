@@ -112,6 +112,7 @@ struct Attention {
   int64_t heads, kv_heads, head_dim, block_size;
   int64_t latent;       // 0: keys and values are rows of their own
   int64_t window;       // 0: none
+  const float* sinks;   // [heads], or null
   float scale;
   const void* q;        // [rows, heads, head_dim]
   const uint16_t* arena;

@@ -9,11 +9,14 @@ from pallas_kernels.paged_attention.api import (
     write_and_attend,
 )
 from pallas_kernels.paged_attention.pallas_triton import why_not_pallas
+from pallas_kernels.paged_attention.per_layer import NO_WINDOW, PerLayer
 
 __all__ = [
+    "NO_WINDOW",
     "SPAN",
     "AttentionOptions",
     "Chunks",
+    "PerLayer",
     "decode_attention",
     "prefill_attention",
     "why_not_pallas",

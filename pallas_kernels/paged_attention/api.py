@@ -11,6 +11,7 @@ from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
 from pallas_kernels.kv_write.api import check_operands
 from pallas_kernels.paged_attention import writing
+from pallas_kernels.paged_attention.per_layer import PLAIN, PerLayer
 from pallas_kernels.paged_attention.span import SPAN
 from pallas_kernels.triton import check_counters
 
@@ -40,8 +41,6 @@ class AttentionOptions:
     """What decides the program of attention over pages, beside shapes."""
 
     page: KVPage
-    window: int | None = None
-    """Keys at distance ≥ window are masked (`sliding_window`)."""
     scale: float | None = None
     """Factor of the scores; None: head_dim^−½. A latent page needs a value."""
     implementation: str = "xla"
@@ -57,6 +56,7 @@ def decode_attention(
     layer: Int[Array, ""] | int,
     options: AttentionOptions,
     q_rope: Float[Array, "T H P"] | None = None,
+    per_layer: PerLayer = PLAIN,
 ) -> Float[Array, "T values"]:
     """Attention of one query per sequence over its pages.
 
@@ -70,14 +70,15 @@ def decode_attention(
     - `block_table`: KV row of each page of each sequence, in order. Entries past the length are not
       read.
     - `lengths`: tokens to attend to, including the query's own; 0: an empty row, whose result is 0.
+    - `per_layer`: sinks and windows.
 
     Returns [T, H·hd], for a latent page [T, H·latent]. Raises ValueError for shapes that do not
     fit, an unknown implementation, and pages that kernels refuse (`why_not_pallas`).
     """
-    _check(q, q_rope, arena, options.page)
+    _check(q, q_rope, arena, options.page, per_layer)
     _check_rows(q, block_table, lengths)
     fn = pick("paged_attention", DECODE, options.implementation)
-    return fn(q, arena, block_table, lengths, layer, _with_scale(options), q_rope)
+    return fn(q, arena, block_table, lengths, layer, _with_scale(options), q_rope, per_layer)
 
 
 def write_and_attend(
@@ -87,6 +88,7 @@ def write_and_attend(
     block_table: Int[Array, "T B"],
     lengths: Int[Array, " T"],
     counters: Int[Array, " C"] | None = None,
+    per_layer: PerLayer = PLAIN,
     *,
     write: WriteOptions,
     read: AttentionOptions,
@@ -109,17 +111,17 @@ def write_and_attend(
         check_operands(heads, page)
         queries = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
         q = jax.ShapeDtypeStruct((qkv.shape[0], queries, page.head_dim), qkv.dtype)
-        _check(q, None, arena, page)
+        _check(q, None, arena, page, per_layer)
         if counters is not None:
             of = f"{len(qkv)} rows of {page.kv_heads} heads"
             check_counters(counters, len(qkv) * page.kv_heads, of)
         for of_rows in (lengths, places.positions, places.pages):
             _check_rows(q, block_table, of_rows)
-        operands = heads, arena, places, block_table, lengths, counters
+        operands = heads, arena, places, block_table, lengths, counters, per_layer
         as_one = WRITES[read.implementation]
         return as_one(*operands, write=write, read=_with_scale(read))
     q, arena = kv_write(heads, arena, places, write)
-    out = decode_attention(q, arena, block_table, lengths, places.layer, read)
+    out = decode_attention(q, arena, block_table, lengths, places.layer, read, per_layer=per_layer)
     return out, arena, counters
 
 
@@ -131,6 +133,7 @@ def prefill_attention(
     layer: Int[Array, ""] | int,
     options: AttentionOptions,
     q_rope: Float[Array, "NC H P"] | None = None,
+    per_layer: PerLayer = PLAIN,
 ) -> Float[Array, "NC values"]:
     """Causal attention of a prefill step's chunks, whose keys are already in the pages.
 
@@ -138,14 +141,14 @@ def prefill_attention(
       undefined.
     - Other arguments: see decode_attention.
     """
-    _check(q, q_rope, arena, options.page)
+    _check(q, q_rope, arena, options.page, per_layer)
     row, start, length, _ = chunks
     if q.shape[0] % max(row.shape[0], 1) or not row.shape == start.shape == length.shape:
         raise ValueError(
             f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
         )
     fn = pick("paged_attention", PREFILL, options.implementation)
-    return fn(q, arena, block_table, chunks, layer, _with_scale(options), q_rope)
+    return fn(q, arena, block_table, chunks, layer, _with_scale(options), q_rope, per_layer)
 
 
 def _with_scale(options: AttentionOptions) -> AttentionOptions:
@@ -159,7 +162,7 @@ def _with_scale(options: AttentionOptions) -> AttentionOptions:
     return dataclasses.replace(options, scale=options.page.head_dim**-0.5)
 
 
-def _check(q, q_rope, arena, page):
+def _check(q, q_rope, arena, page, per_layer):
     if page.latent and (page.kv_heads != 1 or page.latent >= page.head_dim):
         raise ValueError(f"{page}: a latent page has 1 KV head and latent within head_dim")
     if page.latent or q_rope is not None:
@@ -170,6 +173,7 @@ def _check(q, q_rope, arena, page):
         raise ValueError(f"block_size {page.block_size} does not divide a span of {SPAN} tokens")
     if arena.size % (page.head_dim * q.dtype.itemsize // 2):
         raise ValueError(f"an arena of {arena.shape} is not whole rows of head_dim {page.head_dim}")
+    per_layer.check(q.shape[1])
 
 
 def _check_rows(q, block_table, lengths):

@@ -214,7 +214,13 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
   for (int64_t i = 0; i < n; i++) {
     k.unpack(s.kind, rows.total + i * width, s.value_dim, result.get());
-    const float mass = rows.mass[i] == 0 ? 1 : rows.mass[i];
+    float mass = rows.mass[i];
+    if (c.sinks) {
+      float sink = c.sinks[head_of(i) % c.heads];
+      k.exponentials(&sink, rows.top[i] == kNone ? 0 : rows.top[i], 1);
+      mass += sink;
+    }
+    if (mass == 0) mass = 1;
     for (int64_t j = 0; j < s.value_dim; j++) result[j] /= mass;
     char* out = static_cast<char*>(c.out) + head_of(i) * s.value_dim * s.size;
     k.narrow(c.type, result.get(), s.value_dim, out);

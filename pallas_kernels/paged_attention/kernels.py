@@ -42,7 +42,7 @@ class Sums(NamedTuple):
     """[T, H, splits]: sums of the weights."""
 
 
-def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
+def split(q_in, kv, block_table, lengths, layer, per_layer, sums, *, options, config):
     """Softmax sums of one sequence's queries of one KV head over one split of its tokens.
 
     Writes: program (t, head, split) alone writes [t, the head's queries, split] of totals, tops and
@@ -50,7 +50,7 @@ def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
     """
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, page, groups = lengths[t], options.page, q_in.shape[1] // options.page.kv_heads
-    low, begin = first_seen(length - 1, options.window), split * config.split
+    low, begin = first_seen(length - 1, window_of(per_layer)), split * config.split
     end = jnp.minimum(begin + config.split, length)
 
     @pl.when((begin < length) & (begin + config.split > low))
@@ -74,18 +74,19 @@ def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
         plgpu.store(sums.masses.at[at], mass, mask=row < groups)
 
 
-def merge(lengths, sums, out, *, window, split):
+def merge(lengths, sums, per_layer, out, *, split):
     """One query's softmax over its splits, added in ascending order.
 
     Writes: program (t, head) writes out[t, head]; zeros for an empty row.
     """
     t, head = pl.program_id(0), pl.program_id(1) + jnp.arange(1)
     length = lengths[t]
-    first, stop = first_seen(length - 1, window) // split, pl.cdiv(length, split)
-    merge_heads(t, head, head >= 0, sums, out, first, stop, MERGED)
+    first = first_seen(length - 1, window_of(per_layer)) // split
+    stop = pl.cdiv(length, split)
+    merge_heads(t, head, head >= 0, sums, per_layer, out, first, stop, MERGED)
 
 
-def merge_heads(t, head, real, parts, out, first, stop, many):
+def merge_heads(t, head, real, parts, per_layer, out, first, stop, many):
     """Writes the softmax of a row's queries `head`, int32[R], where `real`, over splits `first` to
     `stop`, added in ascending order.
 
@@ -115,19 +116,21 @@ def merge_heads(t, head, real, parts, out, first, stop, many):
 
     empty = jnp.zeros(head.shape, jnp.float32)
     sums = jnp.zeros(inside.shape, jnp.float32), empty - jnp.inf, empty
-    total, _, mass = lax.fori_loop(first // many, pl.cdiv(stop, many), group, sums)
+    total, top, mass = lax.fori_loop(first // many, pl.cdiv(stop, many), group, sums)
+    mass = plus_sinks(mass, top, head, real, per_layer)
     attended = (total / jnp.where(mass == 0, 1, mass)[:, None]).astype(out.dtype)
     plgpu.store(out.at[t, *at], attended, mask=inside)
 
 
-def prefill(q_in, kv, block_table, chunks, layer, out, *, options, config):
+def prefill(q_in, kv, block_table, chunks, layer, per_layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries, for heads that share a KV head.
 
     Writes: program (tile, i) alone writes out[the tile's rows, its heads], padding included. Tiles
     without a real row are not written.
     """
     sequence, start, length, count = chunks
-    page, window, groups = options.page, options.window, q_in.shape[1] // options.page.kv_heads
+    page, groups = options.page, q_in.shape[1] // options.page.kv_heads
+    window = window_of(per_layer)
     chunk_rows = q_in.shape[0] // sequence.shape[0]
     chunk, first_query = tile_of_prefill(chunk_rows, config.queries)
     heads_tile = pl.program_id(1)
@@ -158,13 +161,33 @@ def prefill(q_in, kv, block_table, chunks, layer, out, *, options, config):
                 seen &= position[None] > row_position - window
             return attend(q, keys, values, seen, sums, options.scale)
 
-        total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, no_sums(q))
+        total, top, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, no_sums(q))
+        mass = plus_sinks(mass, top, head, head >= 0, per_layer)
         plgpu.store(out.at[at], (total / mass[:, None]).astype(out.dtype), mask=real)
 
 
 def width(head_dim):
     """Columns of a tile that holds head_dim: a power of two, wide enough for a product."""
     return max(16, pl.next_power_of_2(head_dim))
+
+
+def window_of(per_layer):
+    """The layer's window; None: no layer has one."""
+    if per_layer is None or per_layer.windows is None:
+        return None
+    return per_layer.windows[per_layer.index[0]]
+
+
+def plus_sinks(mass, top, head, real, per_layer):
+    """Masses [R] of queries `head` int32[R] with their sinks.
+
+    - `top`: the largest score of each, in powers of two.
+    - `real`: which heads exist.
+    """
+    if per_layer is None or per_layer.sinks is None:
+        return mass
+    sinks = plgpu.load(per_layer.sinks.at[per_layer.index[0], head], mask=real, other=0)
+    return mass + power(sinks.astype(jnp.float32) * math.log2(math.e), top)
 
 
 def first_seen(position, window):

@@ -70,7 +70,7 @@ def prefill_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike)
     return dataclasses.replace(decode_configuration(heads, page, dtype), heads=tile)
 
 
-def decode_attention(q, q_rope, arena, block_table, lengths, layer, options):
+def decode_attention(q, q_rope, arena, block_table, lengths, layer, options, per_layer):
     (tokens, heads, latent), page = q.shape, options.page
     config = decode_configuration(heads, page, q.dtype)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
@@ -88,18 +88,25 @@ def decode_attention(q, q_rope, arena, block_table, lengths, layer, options):
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )((q, q_rope), kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
+    )(
+        (q, q_rope),
+        kernels.kv_rows(arena, page, q.dtype),
+        block_table,
+        lengths,
+        scalar(layer),
+        per_layer.operand(),
+    )
     return triton_call(
-        functools.partial(kernels.merge, window=options.window, split=config.split),
+        functools.partial(kernels.merge, split=config.split),
         name="decode_attention_latent_merge",
         grid=(tokens, heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=4,
         num_stages=1,
-    )(lengths, sums).reshape(tokens, heads * latent)
+    )(lengths, sums, per_layer.operand()).reshape(tokens, heads * latent)
 
 
-def prefill_attention(q, q_rope, arena, block_table, chunks, layer, options):
+def prefill_attention(q, q_rope, arena, block_table, chunks, layer, options, per_layer):
     (rows, heads, latent), page, number = q.shape, options.page, chunks.row.shape[0]
     config = prefill_configuration(heads, page, q.dtype)
     tiles = pl.cdiv(rows // number, config.rows // config.heads)
@@ -116,6 +123,7 @@ def prefill_attention(q, q_rope, arena, block_table, chunks, layer, options):
         block_table,
         chunks._replace(count=scalar(chunks.count)),
         scalar(layer),
+        per_layer.operand(),
     ).reshape(rows, heads * latent)
 
 

@@ -13,10 +13,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.paged_attention.kernels import first_seen, power, tile_of_prefill
+from pallas_kernels.paged_attention.kernels import (
+    first_seen,
+    plus_sinks,
+    power,
+    tile_of_prefill,
+    window_of,
+)
 
 
-def split(q, kv, block_table, lengths, layer, sums, *, options, config):
+def split(q, kv, block_table, lengths, layer, per_layer, sums, *, options, config):
     """Softmax sums of a tile of one sequence's queries over one split of its tokens.
 
     Writes: program (t, i, split) alone writes [t, head tile i, split] of totals, tops and masses.
@@ -24,7 +30,7 @@ def split(q, kv, block_table, lengths, layer, sums, *, options, config):
     """
     t, tile, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, page = lengths[t], options.page
-    low, begin = first_seen(length - 1, options.window), split * config.split
+    low, begin = first_seen(length - 1, window_of(per_layer)), split * config.split
     end = jnp.minimum(begin + config.split, length)
 
     @pl.when((begin < length) & (begin + config.split > low))
@@ -48,14 +54,14 @@ def split(q, kv, block_table, lengths, layer, sums, *, options, config):
         plgpu.store(sums.masses.at[t, head, split], mass, mask=real)
 
 
-def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
+def prefill(q, kv, block_table, chunks, layer, per_layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries and heads.
 
     Writes: program (tile, i) alone writes out[the tile's rows, head tile i], padding included.
     Tiles without a real row are not written.
     """
     sequence, start, length, count = chunks
-    page, window = options.page, options.window
+    page, window = options.page, window_of(per_layer)
     chunk_rows = q[0].shape[0] // sequence.shape[0]
     queries = config.rows // config.heads
     chunk, first_query = tile_of_prefill(chunk_rows, queries)
@@ -83,7 +89,8 @@ def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
             return _attend(of_tile, keys, seen, sums, options.scale)
 
         spans = low // config.span, last // config.span + 1
-        *parts, _, mass = lax.fori_loop(*spans, span, _no_sums(page, config))
+        *parts, top, mass = lax.fori_loop(*spans, span, _no_sums(page, config))
+        mass = plus_sinks(mass, top, head, head >= 0, per_layer)
         for column, total in zip(_value_columns(page, config), parts, strict=True):
             mask = real[:, None] & (column < page.latent)[None]
             attended = (total / mass[:, None]).astype(out.dtype)

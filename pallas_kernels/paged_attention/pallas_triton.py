@@ -86,11 +86,11 @@ def prefill_configuration(
     return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=stages)
 
 
-def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
+def decode_attention(q, arena, block_table, lengths, layer, options, q_rope, per_layer):
     page = options.page
     if page.latent:
         where = arena, block_table, lengths, layer
-        return latent.decode_attention(q, q_rope, *where, options)
+        return latent.decode_attention(q, q_rope, *where, options, per_layer)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     config = decode_configuration(groups, head_dim, q.dtype, options.shared_kib)
@@ -102,8 +102,15 @@ def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
         out_shape=(shapes_of_sums(tokens, heads, splits, head_dim),),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(q, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
-    return merge_splits(lengths, sums, q.dtype, window=options.window, split=config.split)
+    )(
+        q,
+        kernels.kv_rows(arena, page, q.dtype),
+        block_table,
+        lengths,
+        scalar(layer),
+        per_layer.operand(),
+    )
+    return merge_splits(lengths, sums, q.dtype, per_layer, split=config.split)
 
 
 def shapes_of_sums(tokens, heads, splits, head_dim):
@@ -112,23 +119,24 @@ def shapes_of_sums(tokens, heads, splits, head_dim):
     return kernels.Sums(total, partial, partial)
 
 
-def merge_splits(lengths, sums, dtype, *, window, split):
+def merge_splits(lengths, sums, dtype, per_layer, *, split):
     """Merges the sums of splits of `split` tokens to [T, H·hd]."""
     tokens, heads, _, head_dim = sums.totals.shape
     return triton_call(
-        functools.partial(kernels.merge, window=window, split=split),
+        functools.partial(kernels.merge, split=split),
         name="decode_attention_merge",
         grid=(tokens, heads),
         out_shape=jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),
         num_warps=1,
         num_stages=1,
-    )(lengths, sums).reshape(tokens, heads * head_dim)
+    )(lengths, sums, per_layer.operand()).reshape(tokens, heads * head_dim)
 
 
-def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
+def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope, per_layer):
     page = options.page
     if page.latent:
-        return latent.prefill_attention(q, q_rope, arena, block_table, chunks, layer, options)
+        where = arena, block_table, chunks, layer
+        return latent.prefill_attention(q, q_rope, *where, options, per_layer)
     rows, heads, head_dim = q.shape
     groups, number = heads // page.kv_heads, chunks.row.shape[0]
     config = prefill_configuration(groups, head_dim, q.dtype, options.shared_kib)
@@ -146,6 +154,7 @@ def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
         block_table,
         chunks._replace(count=scalar(chunks.count)),
         scalar(layer),
+        per_layer.operand(),
     ).reshape(rows, heads * head_dim)
 
 

@@ -4,7 +4,7 @@ from jax import lax
 from pallas_kernels.paged_attention.span import SPAN
 
 
-def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
+def decode_attention(q, arena, block_table, lengths, layer, options, q_rope, per_layer):
     q = whole(q, q_rope)
 
     # One sequence at a time: the shapes of its products are those of a lone request, and the work
@@ -12,14 +12,14 @@ def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
     def row(t, out):
         last = lengths[t] - 1
         query = q[t][None]
-        attended = _attend(query, arena, block_table[t], last[None], layer, options)
+        attended = _attend(query, arena, block_table[t], last[None], layer, options, per_layer)
         return out.at[t].set(attended[0])
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
     return lax.fori_loop(0, q.shape[0], row, out)
 
 
-def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
+def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope, per_layer):
     q, (row, start, length, count) = whole(q, q_rope), chunks
     size = q.shape[0] // row.shape[0]
 
@@ -27,7 +27,7 @@ def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
         # Padding rows repeat the last real position, so they look at no page that is not there.
         positions = start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
         rows = lax.dynamic_slice_in_dim(q, c * size, size)
-        attended = _attend(rows, arena, block_table[row[c]], positions, layer, options)
+        attended = _attend(rows, arena, block_table[row[c]], positions, layer, options, per_layer)
         return lax.dynamic_update_slice_in_dim(out, attended, c * size, 0)
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
@@ -39,9 +39,10 @@ def whole(q, q_rope):
     return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 
 
-def _attend(q, arena, block_table, positions, layer, options):
+def _attend(q, arena, block_table, positions, layer, options, per_layer):
     """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·value_dim]."""
-    page, window, scale = options.page, options.window, options.scale
+    page, scale, (index, sinks, windows) = options.page, options.scale, per_layer
+    window = None if windows is None else windows[index]
     chunk, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     view = arena.reshape(-1, head_dim * q.dtype.itemsize // 2)
@@ -102,7 +103,12 @@ def _attend(q, arena, block_table, positions, layer, options):
         jnp.zeros(shape),
     )
     spans = positions[-1] // SPAN + 1
-    total, _, mass = lax.fori_loop(first, spans, span, empty)
+    total, top, mass = lax.fori_loop(first, spans, span, empty)
+    if sinks is not None:
+        sink = jnp.repeat(
+            sinks[index].astype(jnp.float32).reshape(page.kv_heads, 1, groups), chunk, 1
+        )
+        mass += jnp.exp(sink.reshape(shape) - jnp.where(top == -jnp.inf, 0.0, top))
     out = total / jnp.where(mass == 0.0, 1.0, mass)[..., None]
     out = out.reshape(page.kv_heads, chunk, groups, page.value_dim).transpose(1, 0, 2, 3)
     return out.reshape(chunk, heads * page.value_dim).astype(q.dtype)

@@ -21,6 +21,7 @@ class DecodeSpec:
     dtype: str
     block_size: int = 16
     window: int | None = None
+    sinks: bool = False
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -43,6 +44,7 @@ class PrefillSpec:
     dtype: str
     block_size: int = 16
     window: int | None = None
+    sinks: bool = False
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -73,6 +75,9 @@ DECODE_SPECS = (
     DecodeSpec(EDGES[:7], "bfloat16", heads=20, kv_heads=1, head_dim=6),
     DecodeSpec(LONG, "bfloat16", heads=2, kv_heads=1, max_length=2400),
     DecodeSpec(LONG, "float16", window=300, heads=2, kv_heads=1, max_length=2400),
+    DecodeSpec(EDGES, "float32", sinks=True),
+    DecodeSpec(EDGES[:9], "bfloat16", window=20, sinks=True, heads=8, head_dim=64),
+    DecodeSpec(LONG, "bfloat16", sinks=True, heads=2, kv_heads=1, max_length=2400),
 )
 
 PREFILL_SPECS = (
@@ -87,6 +92,8 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 65), (65, 65), (130, 40)), 65, "float32", block_size=32),
     PrefillSpec(((0, 16), (96, 16)), 16, "float32", window=1),
     PrefillSpec(((0, 65), (65, 64), (130, 40)), 65, "bfloat16", heads=5, kv_heads=1, head_dim=6),
+    PrefillSpec(((0, 65), (130, 40)), 65, "float32", sinks=True),
+    PrefillSpec(((0, 64), (100, 33)), 64, "bfloat16", window=20, sinks=True, heads=8, head_dim=64),
 )
 
 _SMALL: dict[str, Any] = dict(kv_heads=1, head_dim=18, latent=16, scale=0.3)
@@ -96,7 +103,7 @@ LATENT_DECODE_SPECS = (
     DecodeSpec(EDGES, "bfloat16", block_size=32, window=20, **_SMALL),
     DecodeSpec(EDGES, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3),
     DecodeSpec(EDGES[:4], "bfloat16", block_size=64, **_LITE),
-    DecodeSpec(LONG, "bfloat16", max_length=2400, **_SMALL),
+    DecodeSpec(LONG, "bfloat16", max_length=2400, sinks=True, **_SMALL),
     DecodeSpec(
         EDGES[:7], "float16", heads=20, kv_heads=1, head_dim=206, latent=200, scale=0.2, window=40
     ),
@@ -108,7 +115,7 @@ LATENT_PREFILL_SPECS = (
     PrefillSpec(
         ((0, 16), (48, 16), (64, 5)), 16, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3
     ),
-    PrefillSpec(((0, 17), (51, 17), (119, 2)), 17, "bfloat16", **_LITE),
+    PrefillSpec(((0, 17), (51, 17), (119, 2)), 17, "bfloat16", sinks=True, **_LITE),
     PrefillSpec(
         ((0, 65), (65, 40)), 65, "float16", heads=5, kv_heads=1, head_dim=206, latent=200, scale=0.2
     ),

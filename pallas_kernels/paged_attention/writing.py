@@ -34,7 +34,9 @@ MERGED = 4
 """Splits that the last program loads at once."""
 
 
-def write_and_attend(projected, arena, places, block_table, lengths, counters, *, write, read):
+def write_and_attend(
+    projected, arena, places, block_table, lengths, counters, per_layer, *, write, read
+):
     qkv, q_norm, k_norm, stack_layer, inverse_frequencies = projected
     page = read.page
     by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
@@ -69,12 +71,13 @@ def write_and_attend(projected, arena, places, block_table, lengths, counters, *
             *(scalar(places.layer), block_table, view),
         ),
         (counters,) if merges else (),
+        per_layer.operand(),
     )
     if merges:
         ((attended, counters),) = merged_within
         attended = attended.reshape(tokens, heads * head_dim)
     else:
-        attended = merge_splits(lengths, sums, qkv.dtype, window=read.window, split=config.split)
+        attended = merge_splits(lengths, sums, qkv.dtype, per_layer, split=config.split)
     return attended, view.reshape(arena.shape), counters
 
 
@@ -92,7 +95,7 @@ class Inputs(NamedTuple):
     arena: Any
 
 
-def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
+def _kernel(inputs, _, per_layer, sums, kv, merging, *, write, read, config):
     """kernels.split on queries that it rotates itself, with the new token's key and value.
 
     - `merging`: one pair of attended queries and counters, or empty.
@@ -106,16 +109,17 @@ def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
     head's queries]. For a row at position −1 the first program writes zeros.
     """
     qkv, norms, positions, _, pages, layer, block_table, _ = inputs
-    page, window = read.page, read.window
+    page = read.page
     groups = qkv.shape[1] // page.kv_heads - 2
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     last, begin = positions[t], split * config.split
-    low, end = kernels.first_seen(last, window), begin + config.split
+    low = kernels.first_seen(last, kernels.window_of(per_layer))
+    end = begin + config.split
 
     def merge(out, first, stop):
         query = jnp.arange(pl.next_power_of_2(groups))
         heads = kv_head * groups + query, query < groups
-        kernels.merge_heads(t, *heads, sums, out, first, stop, MERGED)
+        kernels.merge_heads(t, *heads, sums, per_layer, out, first, stop, MERGED)
 
     for out, _ in merging:
         pl.when((last < 0) & (split == 0))(functools.partial(merge, out, 0, 0))

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
 from pallas_kernels.paged_attention import (
+    NO_WINDOW,
     AttentionOptions,
     Chunks,
+    PerLayer,
     decode_attention,
     prefill_attention,
     write_and_attend,
@@ -29,10 +31,19 @@ WITHIN = 300
 """A window that is shorter than the contexts of these checks, as real windows are."""
 
 
-def _windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """The model's window, and one that leaves out tokens of these contexts."""
-    window = shape.window
-    return (window,) if window is None or window <= WITHIN else (window, WITHIN)
+def per_layers(shape: ModelShape) -> tuple[PerLayer, ...]:
+    """Sinks and windows as the model has them: with windows one layer with a window that leaves
+    out tokens of these contexts, and one that sees all."""
+    sinks = draw(7, (2, shape.heads), shape.dtype) if shape.sinks else None
+    if shape.window is None:
+        return (PerLayer(jnp.int32(1), sinks),)
+    windows = jnp.asarray([min(shape.window, WITHIN), NO_WINDOW], jnp.int32)
+    return tuple(PerLayer(jnp.int32(i), sinks, windows) for i in range(2))
+
+
+def described(shape: ModelShape) -> str:
+    """The model's window and sinks in words."""
+    return f"window {shape.window}" + " sinks" * shape.sinks
 
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
@@ -127,20 +138,21 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
 
     def attended(name, arena, heads, table):
         results = []
-        for window in _windows(shape):
-            arena, out, *counted = within(name, window, arena, heads, table)
+        for per_layer in per_layers(shape):
+            arena, out, *counted = within(name, per_layer, arena, heads, table)
             arena = behind(arena, out, name)
             results += [out, *counted]
         return arena, *results
 
-    def within(name, window, arena, heads, table):
+    def within(name, per_layer, arena, heads, table):
         last = jnp.asarray(positions, jnp.int32)
         block = jnp.maximum(last, 0) // shape.block_size
         at = jnp.where(last < 0, -1, table[jnp.arange(4), block])
         where = KVPlaces(last, at, jnp.int32(1)), table, last + 1
         options: dict[str, Any] = {
             "write": WriteOptions(pages.page, 1.0, 1e-6, implementation=name),
-            "read": AttentionOptions(pages.page, window, None, name, shared_kib),
+            "read": AttentionOptions(pages.page, None, name, shared_kib),
+            "per_layer": per_layer,
         }
         counters = jnp.zeros(4 * shape.kv_heads, jnp.int32)
         out, result, _ = write_and_attend(heads, arena, *where, **options)
@@ -149,7 +161,7 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
         again, result, after = write_and_attend(heads, arena, *where, counters, **options)
         return result, out, same_rows(again, out), after
 
-    what = f"decode and write {pages.what} window {shape.window} {shared_kib} KiB"
+    what = f"decode and write {pages.what} {described(shape)} {shared_kib} KiB"
     what += "" if shape.qk_norm else " no norms"
     changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
     beside = ("kv_write",)
@@ -161,8 +173,8 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
     shape = pages.shape
 
-    def options(name: str, window: int | None) -> AttentionOptions:
-        return AttentionOptions(pages.page, window, None, name, shared_kib)
+    def options(name: str) -> AttentionOptions:
+        return AttentionOptions(pages.page, None, name, shared_kib)
 
     def queries(count: int):
         size = count, shape.heads, shape.head_dim
@@ -171,9 +183,9 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
     def decoded(name, q, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
         given = q, arena, table, lengths, jnp.int32(1)
-        return [decode_attention(*given, options(name, window)) for window in _windows(shape)]
+        return [decode_attention(*given, options(name), None, each) for each in per_layers(shape)]
 
-    what = f"decode {pages.what} window {shape.window} {shared_kib} KiB"
+    what = f"decode {pages.what} {described(shape)} {shared_kib} KiB"
     yield make_check("paged_attention", what, shape.dtype, queries(4), decoded, wide=pages.wide)
 
     def prefilled(name, q, arena, table):
@@ -181,11 +193,11 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
         chunks = Chunks(jnp.asarray([0, 0, 2, 3]), start, length, jnp.int32(4))
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
         every = [
-            prefill_attention(q, arena, table, chunks, jnp.int32(1), options(name, window))
-            for window in _windows(shape)
+            prefill_attention(q, arena, table, chunks, jnp.int32(1), options(name), None, each)
+            for each in per_layers(shape)
         ]
         return [jnp.where(real[:, None], out, 0) for out in every]
 
-    what = f"prefill {pages.what} window {shape.window} {shared_kib} KiB"
+    what = f"prefill {pages.what} {described(shape)} {shared_kib} KiB"
     prompts = queries(4 * 64)
     yield make_check("paged_attention", what, shape.dtype, prompts, prefilled, wide=pages.wide)

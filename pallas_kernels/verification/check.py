@@ -46,6 +46,7 @@ class ModelShape:
     """The shapes of `linear`: outputs, inputs, whether there is a bias, the result's dtype."""
     block_size: int
     window: int | None
+    """The sliding window of some or all layers; None: no layer has one."""
     activation: str
     dtype: str
     qk_norm: bool = True
@@ -56,6 +57,8 @@ class ModelShape:
     """Values of a head's key, and of its value, that head_linear computes from the latent."""
     interleave: bool = False
     """See latent_write."""
+    sinks: bool = False
+    """Whether query heads have sinks."""
     correction: bool = False
     """Whether routers add a correction to the scores they choose by."""
     norm: str = "rms_norm"

@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import (
     decode_attention,
     prefill_attention,
 )
-from pallas_kernels.verification.attention import Pages
+from pallas_kernels.verification.attention import Pages, described, per_layers
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
 from pallas_kernels.verification.dense import ROW_TILES, product_rows
 
@@ -101,16 +101,17 @@ def _queries(pages: Pages, count: int):
 
 def _options(pages: Pages, name: str) -> AttentionOptions:
     scale = pages.shape.head_dim**-0.5
-    return AttentionOptions(pages.page, pages.shape.window, scale, name)
+    return AttentionOptions(pages.page, scale, name)
 
 
 def _decode_check(pages: Pages) -> Check:
     def decoded(name, q, q_rope, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
         options = _options(pages, name)
-        return decode_attention(q, arena, table, lengths, jnp.int32(1), options, q_rope)
+        given = q, arena, table, lengths, jnp.int32(1), options, q_rope
+        return [decode_attention(*given, each) for each in per_layers(pages.shape)]
 
-    what = f"decode {pages.what} window {pages.shape.window}"
+    what = f"decode {pages.what} {described(pages.shape)}"
     queries, dtype = _queries(pages, 4), pages.shape.dtype
     return make_check("paged_attention", what, dtype, queries, decoded, wide=pages.wide)
 
@@ -122,10 +123,11 @@ def _prefill_check(pages: Pages) -> Check:
         )
         chunks = Chunks(row, start, length, jnp.int32(4))
         options = _options(pages, name)
-        out = prefill_attention(q, arena, table, chunks, jnp.int32(1), options, q_rope)
+        given = q, arena, table, chunks, jnp.int32(1), options, q_rope
+        every = [prefill_attention(*given, each) for each in per_layers(pages.shape)]
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
-        return jnp.where(real[:, None], out, 0)
+        return [jnp.where(real[:, None], out, 0) for out in every]
 
-    what = f"prefill {pages.what} window {pages.shape.window}"
+    what = f"prefill {pages.what} {described(pages.shape)}"
     queries, dtype = _queries(pages, 4 * 64), pages.shape.dtype
     return make_check("paged_attention", what, dtype, queries, prefilled, wide=pages.wide)

@@ -17,7 +17,7 @@ from typing import Any
 
 from moejax.models.config import ModelConfig, parse_config
 from moejax.start.decide.shapes import KERNEL_WAVES, decodes_in_buckets, without_kernel
-from moejax.start.kernels import kernel_shapes
+from moejax.start.kernels import kernel_shape
 from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import Ops, resolve_ops
@@ -103,9 +103,9 @@ def start_checks(
     store), if not dense. changes: fields of the ops that run."""
     config = config_of(model)
     ops = dataclasses.replace(kernels_on(card, model), **changes)
-    for shape in kernel_shapes(config, "bfloat16", config.slot_layout(itemsize=2)):
-        of_versions = {"versions": tuple(versions)} if versions else {}
-        yield from checks(dataclasses.replace(shape, **of_versions), ops)
+    shape = kernel_shape(config, "bfloat16", config.slot_layout(itemsize=2))
+    of_versions = {"versions": tuple(versions)} if versions else {}
+    return iter(checks(dataclasses.replace(shape, **of_versions), ops))
 
 
 def named(found: Iterator[Check], pattern: str) -> Check:

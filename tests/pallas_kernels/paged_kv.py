@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import NO_WINDOW, PerLayer
 from tests.pallas_kernels.contract import POISON, as_rows, draw, wide
 
 COLUMNS = 48
@@ -71,11 +72,23 @@ def in_parts(q: np.ndarray, page: KVPage) -> tuple[np.ndarray, np.ndarray | None
     return (q[..., : page.latent], q[..., page.latent :]) if page.latent else (q, None)
 
 
-def attend(
-    q: np.ndarray, keys, values, position: int, window: int | None, scale: float | None = None
-) -> np.ndarray:
+STACK_LAYER = 2
+
+
+def per_layer(spec) -> PerLayer:
+    """Sinks and windows that the spec has, in stacks whose other layers have others."""
+    sinks = np.full((3, spec.heads), np.nan, np.dtype(spec.dtype))
+    sinks[STACK_LAYER] = np.linspace(-3, 3, spec.heads)
+    windows = np.int32([1, NO_WINDOW, spec.window or 0])
+    return PerLayer(
+        np.int32(STACK_LAYER), sinks if spec.sinks else None, windows if spec.window else None
+    )
+
+
+def attend(spec, q: np.ndarray, keys, values, position: int) -> np.ndarray:
     """softmax(scale·q·Kᵀ)·V of one token at `position`, scale 1/√hd by default. q [H, hd] ->
     float64 [H · the values' width]."""
+    window, scale, sinks = spec.window, spec.scale, per_layer(spec).sinks
     low = 0 if window is None else max(position - window + 1, 0)
     heads, head_dim = q.shape
     scale = 1 / np.sqrt(head_dim) if scale is None else scale
@@ -84,5 +97,6 @@ def attend(
         kv_head = h // (heads // keys.shape[1])
         scores = wide(keys)[low : position + 1, kv_head] @ wide(q[h]) * scale
         p = np.exp(scores - scores.max())
-        out[h] = p / p.sum() @ wide(values)[low : position + 1, kv_head]
+        beside = 0 if sinks is None else np.exp(float(sinks[STACK_LAYER, h]) - scores.max())
+        out[h] = p / (p.sum() + beside) @ wide(values)[low : position + 1, kv_head]
     return out.reshape(-1)

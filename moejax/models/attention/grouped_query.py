@@ -66,12 +66,13 @@ class GroupedQueryAttention:
             config.rms_norm_eps,
             implementation=stack.ops.kv_write,
         )
-        read = attention_options(stack, page)
+        read, per_layer = attention_options(stack, page), stack.per_layer(i)
         if tokens.write_and_attend is not None:
             options = {"counters": counters, "write": write, "read": read}
-            return tokens.write_and_attend(heads, arena, places, **options)
+            return tokens.write_and_attend(heads, arena, places, per_layer=per_layer, **options)
         q, arena = kv_write(heads, arena, places, write)
-        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
+        given = {"layer": places.layer, "options": read, "per_layer": per_layer}
+        return tokens.attention(q, arena, **given), arena, counters
 
 
 GROUPED_QUERY = GroupedQueryAttention()

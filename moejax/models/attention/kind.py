@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention import AttentionOptions, PerLayer
 
 
 class Tokens(NamedTuple):
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     row_tile: int
     """Rows of one matrix product."""
     attention: Callable[..., jax.Array]
-    """Attention of decode or prefill: (q [T, H, hd], arena, layer=, options=) ->
+    """Attention of decode or prefill: (q [T, H, hd], arena, layer=, options=, per_layer=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
@@ -71,7 +71,6 @@ class AttentionLayer(Protocol):
     config: Any
     """AttentionNumbers."""
     ops: Ops
-    window: int | None
     first_layer: int
     weights: Any
     attention_factor: float
@@ -79,6 +78,7 @@ class AttentionLayer(Protocol):
     def frequencies(self, i) -> jax.Array: ...
     def weight(self, name: str) -> jax.Array: ...
     def optional_weight(self, name: str) -> jax.Array | None: ...
+    def per_layer(self, i: jax.Array) -> PerLayer: ...
     def linear(self, x, name: str, i, tokens: Tokens) -> jax.Array: ...
     def norm(self, x, name: str, i, eps: float | None = None) -> jax.Array: ...
     def norm_linear(
@@ -135,4 +135,4 @@ class AttentionKind(Protocol):
 def attention_options(stack: AttentionLayer, page: KVPage) -> AttentionOptions:
     """Options by which the stack's layers read a page."""
     scale, ops = stack.config.attention_scale, stack.ops
-    return AttentionOptions(page, stack.window, scale, ops.paged_attention, ops.shared_kib)
+    return AttentionOptions(page, scale, ops.paged_attention, ops.shared_kib)

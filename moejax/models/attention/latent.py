@@ -91,6 +91,7 @@ class LatentAttention:
             q_rope=q_rope,
             layer=layer,
             options=attention_options(stack, page),
+            per_layer=stack.per_layer(i),
         )
         out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
         return out.reshape(out.shape[0], -1), arena, counters

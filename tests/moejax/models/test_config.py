@@ -231,7 +231,7 @@ def test_layers_of_ernie():
     assert ends.moe_layers == first + (False,) * 4
 
 
-def test_runs_of_windows():
+def test_windows_make_no_runs():
     found = parse_config(
         {
             "model_type": "qwen2_moe",
@@ -243,13 +243,7 @@ def test_runs_of_windows():
         }
     )
     assert found.windows == (9, None, 9, None, None, None)
-    assert found.runs == (
-        Run(True, 0, 1, 9),
-        Run(True, 1, 1),
-        Run(True, 2, 1, 9),
-        Run(True, 3, 2),
-        Run(False, 5, 1),
-    )
+    assert found.runs == (Run(True, 0, 5), Run(False, 5, 1))
     listed = parse_config(
         {"model_type": "qwen2_moe", "use_sliding_window": True, "layer_types": SLIDING}
     )

@@ -9,7 +9,7 @@ import pytest
 from moejax.checkpoints.random_model import shape
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import without_kernel
-from moejax.start.kernels import kernel_shapes
+from moejax.start.kernels import kernel_shape
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.verification import FEW_ROWS, checks
@@ -39,8 +39,8 @@ def kernels_of_steps(kib):
 
 def checks_of(kib, config=CONFIG):
     """But for those with another width of addresses, which have the same rows and stages."""
-    for of_window in kernel_shapes(config, "bfloat16", config.slot_layout(2)):
-        yield from (check for check in checks(of_window, ops_of(kib)) if not check.wide)
+    shape = kernel_shape(config, "bfloat16", config.slot_layout(2))
+    return (check for check in checks(shape, ops_of(kib)) if not check.wide)
 
 
 def unchecked(kernels, kib):
@@ -142,5 +142,5 @@ def test_checks_of_one_class_are_not_those_of_another():
 
 
 def keys(kib):
-    (of_window,) = kernel_shapes(CONFIG, "bfloat16", CONFIG.slot_layout(2))
-    return {check.key for check in checks(of_window, ops_of(kib))}
+    shape = kernel_shape(CONFIG, "bfloat16", CONFIG.slot_layout(2))
+    return {check.key for check in checks(shape, ops_of(kib))}

@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.specs import (
 )
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits
-from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out
+from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out, per_layer
 
 LAYER = 1
 
@@ -33,11 +33,12 @@ def laid_out(spec, keys, values, seed=0, **options):
 
 
 def run(spec, implementation, q, kv):
-    options = api.AttentionOptions(spec.page, spec.window, spec.scale, implementation)
+    options = api.AttentionOptions(spec.page, spec.scale, implementation)
     op = compiled(api.decode_attention, options=options)
     numbers = (np.int32(spec.lengths), np.int32(LAYER))
     q, q_rope = in_parts(q, spec.page)
-    return np.asarray(op(q, kv.arena, kv.block_table, *numbers, q_rope=q_rope))
+    more = {"q_rope": q_rope, "per_layer": per_layer(spec)}
+    return np.asarray(op(q, kv.arena, kv.block_table, *numbers, **more))
 
 
 def check(spec, implementation):
@@ -48,7 +49,7 @@ def check(spec, implementation):
         want = np.zeros((len(q), spec.heads * spec.page.value_dim))
         for t, length in enumerate(spec.lengths):
             if length:
-                want[t] = attend(q[t], keys[t], values[t], length - 1, spec.window, spec.scale)
+                want[t] = attend(spec, q[t], keys[t], values[t], length - 1)
         close("paged_attention", spec.dtype, got, want)
         np.testing.assert_array_equal(np.asarray(got)[np.equal(spec.lengths, 0)], 0)
 
@@ -104,7 +105,8 @@ def refused(q, page=PAGE, options=None, table=(2, 1), lengths=2, arena=(64, 32),
     options = dict(options or {})
     operands = jnp.zeros(q, dtype), arena, *numbers
     q_rope = options.pop("q_rope", None)
-    return api.decode_attention(*operands, api.AttentionOptions(page, **options), q_rope)
+    beside = api.PerLayer(0, options.pop("sinks", None), options.pop("windows", None))
+    return api.decode_attention(*operands, api.AttentionOptions(page, **options), q_rope, beside)
 
 
 def refused_by_kernels(decodes, page, dtype):
@@ -138,6 +140,8 @@ CONTRACTS = (
             ((2, 4, 16), PAGE, {}, (2, 1), 3, r"block_table \(2, 1\), lengths \(3,\)"),
             ((2, 4, 16), PAGE, {}, (2, 1), 2, (3, 8), r"\(3, 8\) is not whole rows of head_dim"),
             ((2, 4, 16), PAGE, {"implementation": "cuda"}, "op 'paged_attention' has no"),
+            ((2, 4, 16), PAGE, {"sinks": np.zeros((1, 3))}, r"\[L, 4\] for 4 .* not \(1, 3\)"),
+            ((2, 4, 16), PAGE, {"windows": np.zeros(2)}, r"int32\[L\], not float64\[2\]"),
         ),
     ),
     Contract(

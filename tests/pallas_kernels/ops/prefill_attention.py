@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.specs import (
 )
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits
-from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out
+from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out, per_layer
 
 LAYER = 1
 
@@ -45,7 +45,7 @@ def laid_out(spec, keys, values, seed=0, **options):
 def run(spec, implementation, q, kv, count=None):
     """Real rows of each chunk [C, H·hd]. The chunks' sequences stand in the block table backwards,
     `count` chunks are in use (default: all)."""
-    options = api.AttentionOptions(spec.page, spec.window, spec.scale, implementation)
+    options = api.AttentionOptions(spec.page, spec.scale, implementation)
     op = compiled(api.prefill_attention, options=options)
     chunks = len(spec.chunks)
     starts = np.int32([start for start, _ in spec.chunks])
@@ -54,7 +54,8 @@ def run(spec, implementation, q, kv, count=None):
     queries, q_rope = in_parts(q.reshape(-1, spec.heads, spec.head_dim), spec.page)
     number = np.int32(chunks if count is None else count)
     given = api.Chunks(row, starts, ends - starts, number), np.int32(LAYER)
-    got = np.asarray(op(queries, kv.arena, kv.block_table[::-1], *given, q_rope=q_rope))
+    more = {"q_rope": q_rope, "per_layer": per_layer(spec)}
+    got = np.asarray(op(queries, kv.arena, kv.block_table[::-1], *given, **more))
     assert got.dtype == spec.dtype
     chunks = got.reshape(chunks, spec.size, -1)
     return [rows[:n] for rows, n in zip(chunks[:count], ends - starts, strict=False)]
@@ -65,10 +66,7 @@ def check(spec, implementation):
         q, keys, values = case(spec, seed)
         got = run(spec, implementation, q, laid_out(spec, keys, values, seed))
         for c, (start, length) in enumerate(spec.chunks):
-            want = [
-                attend(q[c, i], keys[c], values[c], start + i, spec.window, spec.scale)
-                for i in range(length)
-            ]
+            want = [attend(spec, q[c, i], keys[c], values[c], start + i) for i in range(length)]
             close("paged_attention", spec.dtype, got[c], np.stack(want))
 
 

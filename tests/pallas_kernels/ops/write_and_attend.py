@@ -9,7 +9,7 @@ from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.specs import EDGES, LONG, DecodeSpec
 from tests.pallas_kernels.contract import Contract, compiled, draw, same_bits
 from tests.pallas_kernels.ops.page_writes import operands
-from tests.pallas_kernels.paged_kv import draw_kv, lay_out
+from tests.pallas_kernels.paged_kv import draw_kv, lay_out, per_layer
 
 LAYER, STACK_LAYER = 1, 2
 
@@ -24,9 +24,9 @@ WRITING_SPECS = (
     DecodeSpec(EDGES[:9], "bfloat16", window=20, scale=0.4),
     DecodeSpec(EDGES, "float16", block_size=64, head_dim=24, heads=3, kv_heads=1),
     DecodeSpec(EDGES[:7], "bfloat16", heads=20, kv_heads=1, head_dim=6),
-    DecodeSpec(LONG, "bfloat16", heads=2, kv_heads=1, max_length=2400),
+    DecodeSpec(LONG, "bfloat16", sinks=True, heads=2, kv_heads=1, max_length=2400),
     DecodeSpec(SPLITS, "float16", window=300, heads=2, kv_heads=1, max_length=2048),
-    DecodeSpec(SPLITS[1:], "bfloat16", heads=6, kv_heads=2, max_length=1024),
+    DecodeSpec(SPLITS[1:], "bfloat16", sinks=True, heads=6, kv_heads=2, max_length=1024),
 )
 """The last two merge several splits in the program that comes last; LONG has too many."""
 
@@ -66,13 +66,14 @@ def case(spec, seed, counts=True) -> dict:
 
 def options(spec, name):
     write = WriteOptions(spec.page, attention_factor=1.25, eps=1e-6, implementation=name)
-    return write, api.AttentionOptions(spec.page, spec.window, spec.scale, name)
+    return write, api.AttentionOptions(spec.page, spec.scale, name)
 
 
 def run(spec, implementation, inputs):
     write, read = options(spec, implementation)
     op = compiled(api.write_and_attend, write=write, read=read)
-    *made, counters = op(*operands(inputs), *(inputs[name] for name in READING))
+    given = *operands(inputs), *(inputs[name] for name in READING)
+    *made, counters = op(*given, per_layer=per_layer(spec))
     assert counters is None or not np.any(counters)
     return [np.asarray(x) for x in made]
 
@@ -91,7 +92,7 @@ def two_kernels(spec, inputs):
     q, arena = compiled(kv_write, options=write)(*operands(inputs))
     numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
     attend = compiled(api.decode_attention, options=read)
-    return [np.asarray(attend(q, arena, *numbers)), np.asarray(arena)]
+    return [np.asarray(attend(q, arena, *numbers, per_layer=per_layer(spec))), np.asarray(arena)]
 
 
 def a_row_without_a_page_writes_nothing(implementation):
