@@ -21,7 +21,7 @@ CONDITIONS: tuple[Mapping[str, Any], ...] = (
     {"eviction": "lfu"},
     {"expert_budget": "25%", "eviction": "lfru"},
     {"resize": "peak_headroom"},
-    {"expert_budget": "50%", "prefetch": "moe-infinity", "driver": "host"},
+    {"expert_budget": "50%", "prefetch": "moe-infinity", "driver": "host", "eviction": None},
     {"resize": "mv_wsa"},
     {"enable_prefix_caching": False, "eviction": "fifo"},
     {"expert_budget": "25%", "prefetch": "random", "max_num_seqs": 2},

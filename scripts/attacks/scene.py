@@ -7,6 +7,7 @@ import os
 import random
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ class Scene:
     directory: Path
     began: Callable[[str], None] = lambda what: None
     faults: list[Fault] = dataclasses.field(default_factory=list)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """What the attack did, such as kills and refusals."""
 
     def fault(self, what: str, text: str) -> None:
         self.faults.append(Fault(what, text if len(text) <= 2000 else f"{text[:2000]}…"))

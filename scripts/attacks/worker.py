@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,7 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from moejax import LLM
-from scripts.attacks import files, interrupts, lines, requests, texts, threads, trees
+from scripts.attacks import (
+    engines,
+    files,
+    interrupts,
+    lines,
+    programs,
+    requests,
+    texts,
+    threads,
+    trees,
+)
 from scripts.attacks.engine import Known, check_engine, conditions, record, start
 from scripts.attacks.scene import Fault, Scene, described, limit_s
 
@@ -42,6 +53,16 @@ KINDS: dict[str, tuple[int, Attack]] = {
     "weights": (3, files.attack_weights),
     "trees": (3, trees.attack_trees),
     "maps": (3, trees.attack_maps),
+    "combinations": (6, engines.attack_combinations),
+    "running files": (4, engines.attack_running_files),
+    "forks": (1, engines.attack_forks),
+    "outputs": (3, engines.attack_outputs),
+    "many": (1, engines.attack_many),
+    "resume": (4, programs.attack_resume),
+    "ray": (1, programs.attack_ray),
+    "places": (3, programs.attack_places),
+    "caches": (1, programs.attack_caches),
+    "files": (4, programs.attack_files),
 }
 """Kind → how often it comes, and what it does."""
 
@@ -54,7 +75,7 @@ GRACE_S = 5.0
 ERA = 50
 """Cases that one engine sees, under one set of conditions."""
 
-COMPILING = frozenset({"callbacks"})
+COMPILING = frozenset({"callbacks", "combinations", "running files", "forks", "many", "files"})
 """Kinds that start a model of their own: what its compilation took stays with the process."""
 
 MEMORY = 2.0
@@ -77,15 +98,17 @@ def run_case(
     number: int,
     directory: Path,
     began: Callable[[str], None] = lambda what: None,
+    counts: Counter[str] | None = None,
 ) -> list[Fault]:
     """Runs a case and checks the engine and the directory afterwards; returns what broke.
 
-    directory: for the files of the case, and TMPDIR of what runs; empty afterwards.
+    directory: for the files of the case, and TMPDIR of what runs; empty afterwards. counts: takes
+    what the case did.
     """
     rng = random.Random(f"case {seed} {number}")
     own = directory / "case"
     own.mkdir()
-    scene = Scene(llm, known, rng, own, began)
+    scene = Scene(llm, known, rng, own, began, counts=Counter() if counts is None else counts)
     try:
         KINDS[kind_of(seed, number)][1](scene)
     except Exception as error:
@@ -136,7 +159,9 @@ class Host:
         """What broke in a case."""
         llm, known = self._model(conditions(seed, number // ERA))
         forget_peak()
-        faults = run_case(llm, known, seed, number, self.directory, partial(self.say, "began"))
+        began, counts = partial(self.say, "began"), Counter[str]()
+        faults = run_case(llm, known, seed, number, self.directory, began, counts)
+        self.say("counts", counts)
         peak = status_bytes("VmHWM")
         if kind_of(seed, number) in COMPILING:
             self._bound()
@@ -182,7 +207,8 @@ def serve(
     prepare: Callable[[], None] | None,
 ) -> None:
     """Runs the cases (seed, number) that the connection names until it names None. The messages:
-    ("starts", what), ("known", the requests), ("began", what), and ("done", faults)."""
+    ("starts", what), ("known", the requests), ("began", what), ("counts", what the case did) and
+    ("done", faults)."""
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -213,6 +239,7 @@ class Worker:
     ):
         directory.mkdir()
         self.known, self._log, self._said = known, directory / "log", 0
+        self.counts: Counter[str] = Counter()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, known, directory, prepare)
@@ -232,6 +259,9 @@ class Worker:
                     return said
                 if message == "known":
                     self.known = said
+                    continue
+                if message == "counts":
+                    self.counts += said
                     continue
                 what = said
                 patience_s = 2 * limit_s() + GRACE_S

@@ -48,6 +48,8 @@ class Campaign:
     prepare: Callable[[], None] | None = None
     known: Known | None = None
     workers: int = 0
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """What cases did, by "kind: what"."""
     _worker: Worker | None = None
 
     def run(self, number: int) -> list[Fault]:
@@ -58,6 +60,9 @@ class Campaign:
             self._worker = Worker(self.known, place, self.prepare)
         faults = self._worker.run(self.seed, number)
         self.known = self._worker.known
+        kind, did = kind_of(self.seed, number), self._worker.counts
+        self.counts.update({f"{kind}: {what}": n for what, n in did.items()})
+        did.clear()
         if any(fault.what in RESTART for fault in faults):
             self.close()
         return list(dict.fromkeys(faults))
@@ -137,6 +142,8 @@ def main(arguments: Sequence[str] | None = None, prepare: Callable[[], None] | N
         finally:
             campaign.close()
     console.print(table(counts))
+    for what, n in sorted(campaign.counts.items()):
+        console.print(f"{what}: {n}", markup=False)
     failed = sum(n for (_, what), n in counts.items() if what == "failed")
     print(f"{failed} of {sum(counts[k, 'cases'] for k in KINDS)} cases broke something")
     return 1 if failed else 0

@@ -186,7 +186,9 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
         yield ResultFile("standard output", getattr(stream, "raw", stream), regular=False)
         return
     special = os.path.exists(output) and not os.path.isfile(output)
-    descriptor = _open_output(output, os.O_WRONLY if special else os.O_RDWR | os.O_CREAT)
+    # Appending: if another program cuts the file, its size stays smaller than what was written.
+    own = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    descriptor = _open_output(output, os.O_WRONLY if special else own)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         results = ResultFile(output, file, regular=not special)
         if results.regular:
