@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -41,6 +43,8 @@ from host_offload.traces.schema import (
     columns,
 )
 
+MOST_LINE = 64 << 20
+"""Bytes of trace.json, and of a line of another file. More of them are damage."""
 _CHUNK = re.compile(r"chunk-(\d{6,})\.safetensors")
 
 
@@ -199,14 +203,16 @@ class Trace:
         path = self.directory / f"{name}.jsonl"
         if not path.exists():
             return
-        with open(path) as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith("\n") and not self.complete:
+        with _open_file(path) as file:
+            for number in itertools.count(1):
+                line = file.readline(MOST_LINE)
+                if not line or not (line.endswith(b"\n") or self.complete):
                     return
                 try:
-                    yield json.loads(line)
-                except ValueError as error:
+                    found = json.loads(line)
+                except (ValueError, RecursionError) as error:
                     raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
+                yield found
 
     def policy_decisions(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of policies alone. Every queue that is "as before" is written out."""
@@ -233,6 +239,15 @@ def _in_order(use: np.ndarray, names: Sequence[str]) -> np.ndarray:
     return found
 
 
+def _open_file(path: Path) -> BinaryIO:
+    """Opens a file of a trace. Raises OSError, and TraceError for a pipe, which would never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise TraceError(f"{path} is not a regular file; copy the trace again")
+    return open(descriptor, "rb")
+
+
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
     """Opens a trace without reading its chunks.
 
@@ -242,13 +257,15 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     directory = Path(directory)
     path = directory / "trace.json"
     try:
-        found = json.loads(path.read_text())
+        with _open_file(path) as file:
+            text = file.read(min(os.fstat(file.fileno()).st_size, MOST_LINE))
+        found = json.loads(text)
     except OSError as error:
         raise TraceError(
             f"{directory} is no trace: cannot read trace.json ({error.strerror}); "
             "give the directory that --trace wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} is damaged ({error}); copy the trace again") from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise TraceError(f"{path} is not of a moejax trace; give the directory that --trace wrote")

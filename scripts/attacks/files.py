@@ -132,8 +132,10 @@ def _holders(value: Any) -> list[tuple[Any, Any]]:
 def plain_model(directory: Path) -> Path:
     """The demo's config and weights."""
     directory.mkdir()
-    for name in ("config.json", "generation_config.json", SINGLE):
+    for name in ("config.json", SINGLE):
         shutil.copyfile(DEMO / name, directory / name)
+    sampling = {"eos_token_id": 0, "do_sample": True, "temperature": 0.7, "top_k": 50}
+    (directory / "generation_config.json").write_text(json.dumps(sampling))
     return directory
 
 

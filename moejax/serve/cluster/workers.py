@@ -39,6 +39,8 @@ ANSWER_S = 60.0
 """Seconds that a worker may take to say that it is alive."""
 MOVE_S = 1800.0
 """Seconds that a worker may take for one step of its work."""
+START_S = 7200.0
+"""Seconds that a worker which answers may take to start: a model of terabytes loads slowly."""
 BEAT_S = 2.0
 """Seconds between two messages of a worker that it is alive."""
 GATHER_S = 0.1
@@ -395,7 +397,8 @@ class Workers:
 
     def _take_beat(self, member: _Member, beat: Beat) -> None:
         member.heard = time.monotonic()
-        if member.beat is None or beat.moves != member.beat.moves or not member.tasks:
+        idle = not (member.tasks or member.starting)
+        if member.beat is None or beat.moves != member.beat.moves or idle:
             member.moved = member.heard
         member.beat = beat
         member.beating = member.handle.beat.remote(BEAT_S)
@@ -413,6 +416,9 @@ class Workers:
                 yield from self._lose(member, f"it does not answer for {silent:.0f} s")
             elif member.tasks and still > MOVE_S:
                 why = f"it answers, but its work has not moved for {still:.0f} s"
+                yield from self._lose(member, why)
+            elif member.starting and member.beat is not None and still > START_S:
+                why = f"it answers, but has not started within {still:.0f} s"
                 yield from self._lose(member, why)
 
     def _lose(self, member: _Member, why: str) -> Iterator[tuple[Any, WorkersEnded]]:

@@ -165,9 +165,17 @@ def test_workers_that_only_end_end_all(run):
         run(Broken, range(50), count=4)
 
 
-@pytest.mark.parametrize("what", ["silent", "still"])
+HANGS = {
+    "silent": ("ANSWER_S", "does not answer for"),
+    "still": ("MOVE_S", "answers, but its work has not moved for"),
+    "starting": ("START_S", "answers, but has not started within"),
+}
+
+
+@pytest.mark.parametrize("what", HANGS)
 def test_a_worker_that_hangs_is_named_and_ended(run, monkeypatch, what):
-    monkeypatch.setattr(workers_module, {"silent": "ANSWER_S", "still": "MOVE_S"}[what], 0.3)
+    limit, why = HANGS[what]
+    monkeypatch.setattr(workers_module, limit, 0.3)
 
     class Hanging(Doubler):
         made = 0
@@ -186,15 +194,19 @@ def test_a_worker_that_hangs_is_named_and_ended(run, monkeypatch, what):
                 await asyncio.sleep(1e6)
             return await super().beat(seconds)
 
+        async def start(self):
+            if self.hangs and what == "starting":
+                await asyncio.sleep(1e6)
+            return await super().start()
+
         async def _work(self, piece):
             if self.hangs:
                 await asyncio.sleep(1e6)
             return piece
 
-    results, _, said = run(Hanging, range(6))
+    results, _, said = run(Hanging, range(6), count=1 if what == "starting" else 2)
     assert sorted(results) == [(i, i) for i in range(6)]
-    why = {"silent": "does not answer for", "still": "answers, but its work has not moved for"}
-    assert len(said) == 1 and re.match(rf"worker 1 \(process .*\) ended: it {why[what]}", said[0])
+    assert len(said) == 1 and re.match(rf"worker 1 \(process .*\) ended: it {why}", said[0])
 
 
 def test_a_cluster_without_room(run, monkeypatch):
