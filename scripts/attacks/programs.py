@@ -50,7 +50,7 @@ def run(
     what: str,
     command: Sequence[str],
     meanwhile: Callable[[subprocess.Popen], bool] = lambda process: False,
-    environment: Mapping[str, str] = {},
+    environment: Mapping[str, str | None] = {},
 ) -> Done:
     """Runs a command to its end. A crash, an exception's traceback, a long message and a command
     that does not end are faults.
@@ -59,7 +59,8 @@ def run(
     """
     out, err = scene.directory / "stdout", scene.directory / "stderr"
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    given = os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, **environment}
+    given = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, **environment}
+    given = {name: value for name, value in given.items() if value is not None}
     begin, said, killed = time.monotonic(), 0.0, False
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
@@ -187,17 +188,19 @@ def _flag(name: str, value: str) -> str:
 
 
 _UNDISTURBED: dict[tuple[str, ...], list[str] | str] = {}
+"""Results, or the refusal, by input and options."""
 
 
 def undisturbed(scene: Scene, source: Path, options: tuple[str, ...]) -> list[str] | str:
     """The results of a job that nothing disturbs, or the refusal of its options."""
-    if options not in _UNDISTURBED:
+    key = source.name, *options
+    if key not in _UNDISTURBED:
         output = scene.directory / "undisturbed.jsonl"
         done = run(scene, f"a job with {options}", file_jobs.command(source, output, *options))
         whole = done.status in (0, 3)
-        _UNDISTURBED[options] = file_jobs.results(output) if whole else done.err.strip()
+        _UNDISTURBED[key] = file_jobs.results(output) if whole else done.err.strip()
         output.unlink(missing_ok=True)
-    return _UNDISTURBED[options]
+    return _UNDISTURBED[key]
 
 
 def kill_after(output: Path, nbytes: int) -> Callable[[subprocess.Popen], bool]:
@@ -335,7 +338,7 @@ def attack_caches(scene: Scene) -> None:
     """A damaged cache of compiled steps costs time, and is whole after one start."""
     rng, shared = scene.rng, scene.directory.parents[1]
     whole, home = shared / "cache", scene.directory / "cache"
-    environment = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": ""}
+    environment = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": None}
     command = [sys.executable, "-m", "moejax", "generate", "The old house", "--quiet"]
     command += ["--max-tokens=4", "--temperature=0", *file_jobs.LIMITS]
     if not whole.exists():

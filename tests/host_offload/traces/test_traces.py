@@ -366,6 +366,18 @@ def test_what_is_no_trace_of_this_version_is_refused(copy):
         read_trace(copy)
 
 
+def test_files_that_are_pipes_or_enormous_are_refused(copy):
+    """Reading them whole would wait for ever, or take all memory."""
+    os.truncate(copy / "trace.json", 200 << 30)
+    with pytest.raises(TraceError, match="trace.json is damaged"):
+        read_trace(copy)
+    for name in ("trace.json", "marks.jsonl"):
+        (copy / name).unlink(missing_ok=True)
+        os.mkfifo(copy / name)
+    with pytest.raises(TraceError, match="trace.json is not a regular file"):
+        read_trace(copy)
+
+
 def test_an_array_that_is_not_there_is_named(whole):
     with pytest.raises(KeyError, match=r"token.text is not in chunk-000000.*token.ids"):
         read_trace(whole).chunks[0].array("token.text")
