@@ -42,6 +42,10 @@ MOST_TABLE = 64 * 2**20
 """Most bytes of tokenizer.json. A vocabulary with 260,000 tokens has 35 MB, and reading takes
 several times as much memory."""
 
+MOST_IDS = 1 << 20
+"""Most tokens of a vocabulary. The largest real ones have 262,144, and reading 3 million took more
+than a minute."""
+
 MOST_ADDED = 1 << 16
 """Most added tokens of a tokenizer. Real ones have a few thousand."""
 
@@ -151,10 +155,14 @@ def check_vocabulary(
 
 
 def _check_table(path: Path) -> None:
-    """Raises UserError for more than MOST_ADDED added tokens, each of which is searched in every
-    text, and for a precompiled map of characters that claims to be longer than it is: tokenizers
-    would allocate that memory and end the process."""
+    """Raises UserError for more than MOST_IDS tokens; for more than MOST_ADDED added tokens, each of
+    which is searched in every text; and for a precompiled map of characters that claims to be
+    longer than it is: tokenizers would allocate that memory and end the process."""
     raw = read_bounded(path, MOST_TABLE, "a tokenizer")
+    # A token of a vocabulary has a colon or a bracket, and a merge, of which there are two a token,
+    # a bracket.
+    if raw.count(b":") > MOST_IDS or raw.count(b"[") > 4 * MOST_IDS:
+        raise UserError(f"{path}: more than {MOST_IDS} tokens; no tokenizer has so many")
     many = raw.count(b'"content"') > MOST_ADDED
     # Letters of a name may be written as escapes.
     if not many and b"recompiled" not in raw and not re.search(rb"\\u00[4-7]", raw):

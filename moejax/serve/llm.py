@@ -34,6 +34,7 @@ from moejax.engine.statistics import (
     transfer_stats,
 )
 from moejax.errors import UserError, shown
+from moejax.forks import let_children_end
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig, record_version
 from moejax.models.hub import model_directory
@@ -98,6 +99,7 @@ class LLM:
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
         self.device = select_device(options.runtime.device, options.runtime.threads)
+        let_children_end()
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
         settings = settings.of_model(record_version(directory))

@@ -32,6 +32,8 @@ def head_linear(
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
+    if not x.shape[0]:
+        raise ValueError("x has no rows; head_linear needs at least one")
     row_tile = x.shape[0] if row_tile is None else row_tile
     heads, rows, inputs = weights.shape[1:]
     first, stop = (0, rows) if part is None else part

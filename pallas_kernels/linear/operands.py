@@ -43,7 +43,10 @@ class LinearOptions:
     """The device's `cards.shared_class`, for the kernel."""
 
     def tiling(self, rows: int) -> Tiling:
-        """The tiling of this many rows. Raises ValueError if they are not whole tiles."""
+        """The tiling of this many rows. Raises ValueError for no rows, and if they are
+        not whole tiles."""
+        if not rows:
+            raise ValueError("x has no rows; linear needs at least one")
         tile = rows if self.row_tile is None else self.row_tile
         if tile < 1 or rows % tile:
             raise ValueError(f"{rows} rows are not whole tiles of {tile}")

@@ -369,12 +369,12 @@ def test_what_is_no_trace_of_this_version_is_refused(copy):
 def test_files_that_are_pipes_or_enormous_are_refused(copy):
     """Reading them whole would wait for ever, or take all memory."""
     os.truncate(copy / "trace.json", 200 << 30)
-    with pytest.raises(TraceError, match="trace.json is damaged"):
+    with pytest.raises(TraceError, match=r"trace.json is damaged"):
         read_trace(copy)
     for name in ("trace.json", "marks.jsonl"):
         (copy / name).unlink(missing_ok=True)
         os.mkfifo(copy / name)
-    with pytest.raises(TraceError, match="trace.json is not a regular file"):
+    with pytest.raises(TraceError, match=r"trace.json is not a regular file"):
         read_trace(copy)
 
 

@@ -193,6 +193,14 @@ def test_too_many_added_tokens_are_refused(directory):
         load_tokenizer(directory)
 
 
+def test_too_large_a_vocabulary_is_refused_before_it_is_read(directory):
+    path = directory / "tokenizer.json"
+    ids = ",".join(f'"{i:x}":{i}' for i in range((1 << 20) + 1))
+    path.write_text(path.read_text().replace('"vocab": {', f'"vocab": {{{ids},', 1))
+    with pytest.raises(UserError, match=r"tokenizer.json: more than 1048576 tokens"):
+        load_tokenizer(directory)
+
+
 def test_a_decoder_that_multiplies_text_is_refused(directory):
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -511,16 +511,20 @@ def shortened(path):
     os.truncate(path, 7)
 
 
+NOT_WHOLE = r"out.jsonl has \d+ bytes and not the \d+ that were written: another program"
+
+
+@pytest.mark.parametrize("after", [2, 4])  # the hole of a cut was filled by the next results
 @pytest.mark.parametrize(
     ("interfere", "message"),
     [
         (removed, r"the output was removed or replaced .* 4 results are in (\S+): move that"),
         (replaced, r"out.jsonl was moved to (\S+) while .* 4 results are there: move it back"),
-        (shortened, r"out.jsonl has 7 bytes and not the \d+ that were written: another program"),
+        (shortened, NOT_WHOLE),
     ],
 )
 def test_an_output_that_others_take_away_is_no_success(
-    monkeypatch, tmp_path, capsys, interfere, message
+    monkeypatch, tmp_path, capsys, interfere, message, after
 ):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, *({"id": i, "prompt": str(i)} for i in range(4)))
@@ -528,8 +532,10 @@ def test_an_output_that_others_take_away_is_no_success(
 
     class Interfered(FakeLLM):
         def generate_each(self, requests):
-            yield from super().generate_each(requests)
-            interfere(out)
+            for number, each in enumerate(super().generate_each(requests), 1):
+                yield each
+                if number == after:
+                    interfere(out)
 
     monkeypatch.setattr(moejax, "LLM", Interfered, raising=False)
     assert cli.main(["generate", "--input", str(source), "--output", str(out)]) == 2

@@ -94,6 +94,7 @@ CONTRACTS = (
             ((3, 2, 5), {}, r"x is \(3, 2, 5\), the weights need \[T, 2, 4\]"),
             ((3, 4, 2), {}, r"x is \(3, 4, 2\), the weights need"),
             ((3, 2, 4), {"row_tile": 2}, "3 rows are not whole tiles of 2"),
+            ((0, 2, 4), {}, "x has no rows; head_linear needs at least one"),
             ((3, 2, 4), {"part": (1, 7)}, r"part \(1, 7\) is not within 6 rows"),
             ((3, 2, 4), {"part": (2, 2)}, r"part \(2, 2\) is not within 6 rows"),
             ((3, 2, 4), {"part": (1, 4), "transposed": True}, r"the weights need \[T, 2, 3\]"),

@@ -331,6 +331,7 @@ CONTRACTS = (
                 "residual is float16 .* the result float32",
             ),
             ((3, 5), None, {}, "x has 5 columns, the weights have 4"),
+            ((0, 4), None, {}, "x has no rows; linear needs at least one"),
             ((3, 4), (2, 7), {}, r"bias is \(2, 7\), the weights need \(2, 6\)"),
             ((3, 4), None, {"row_tile": 2}, "3 rows are not whole tiles of 2"),
             ((3, 4), None, {"implementation": "cuda"}, "op 'linear' has no implementation 'cuda'"),
