@@ -155,9 +155,9 @@ def check_vocabulary(
 
 
 def _check_table(path: Path) -> None:
-    """Raises UserError for more than MOST_IDS tokens; for more than MOST_ADDED added tokens, each of
-    which is searched in every text; and for a precompiled map of characters that claims to be
-    longer than it is: tokenizers would allocate that memory and end the process."""
+    """Raises UserError for more than MOST_IDS tokens, and for more than MOST_ADDED added tokens,
+    each of which is searched in every text. Raises it too for a precompiled map of characters that
+    claims to be longer than it is: tokenizers would allocate that memory and end the process."""
     raw = read_bounded(path, MOST_TABLE, "a tokenizer")
     # A token of a vocabulary has a colon or a bracket, and a merge, of which there are two a token,
     # a bracket.
