@@ -67,9 +67,9 @@ class GgufFile:
     def path(self) -> pathlib.Path:
         return self.header.path
 
-    def is_coded(self, name: str) -> bool:
-        """Whether a tensor is quantized."""
-        return self.sources[name].tensor.type in FORMATS
+    def version_of(self, name: str) -> str | None:
+        """The record format of a tensor; None: it is in none."""
+        return FORMATS.get(self.sources[name].tensor.type)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[GgufReader]:

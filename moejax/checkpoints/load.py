@@ -73,8 +73,9 @@ def load_checkpoint(
       (moejax.checkpoints.orbax.steps.Step).
     - `name_map`: which leaf of such a checkpoint is which tensor: a file, or the name of a shipped
       map (docs/how-to/checkpoints.md).
-    - `versions`: the versions of experts to load. Where the checkpoint lacks one, the store gets
-      dense, from which moejax.checkpoints.versions.with_versions makes the version.
+    - `versions`: the versions of experts to load, or CHECKPOINT for those that the checkpoint is
+      quantized to. Where the checkpoint lacks one, the store gets dense, from which
+      moejax.checkpoints.versions.with_versions makes the version.
     - `in_files`: experts stay in the files of a safetensors or converted checkpoint, and none of
       their bytes is read. Versions that would have to be made are refused.
     - `verify_reads`: compare experts that are read from files with their checksums, if there are.

@@ -20,9 +20,11 @@ from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_
 from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
 from moejax.checkpoints.tensors import BLOCKS
 from moejax.errors import UserError
-from moejax.models.quantization import Quantization
+from moejax.models.quantization import Quantization, Scheme
 from pallas_kernels.records.encoding import Encoding
 from pallas_kernels.records.format import encoding_of
+
+Shape = tuple[int, ...]
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _PER_WORD = 32
@@ -117,18 +119,28 @@ LAYOUTS: dict[str, Layout] = {
         lambda width, bits: -(-width * bits // 8),
     ),
 }
-"""Quantization.layout → how its matrices are stored."""
+"""Scheme.layout → how its matrices are stored."""
+
+_SCALES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+"""Dtype of scales → the part of a record format's name, if the scheme leaves it to them."""
 
 
 class Stored(NamedTuple):
     """A quantized matrix: the shards and names of its codes and scales, and its shape [out, in]; or
     a stack of them."""
 
+    layout: Layout
+    version: str
+    """The record format of its codes and scales."""
     codes: tuple[Shard, str]
     scales: tuple[Shard, str]
     shape: tuple[int, ...]
     said: tuple[tuple[Shard, str], ...]
     """Tensors that must hold the shape."""
+
+    @property
+    def encoding(self) -> Encoding:
+        return encoding_of(self.version)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +155,14 @@ class QuantizedShard:
     shard: Shard
     tensors: dict[str, Header]
     matrices: dict[str, Stored]
-    quantization: Quantization
 
     @property
     def path(self) -> pathlib.Path:
         return self.shard.path
 
-    def is_coded(self, name: str) -> bool:
-        """Whether a tensor is quantized."""
-        return name in self.matrices
+    def version_of(self, name: str) -> str | None:
+        """The record format of a tensor; None: it is not quantized."""
+        return self.matrices[name].version if name in self.matrices else None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[QuantizedReader]:
@@ -186,12 +197,12 @@ class QuantizedReader:
 
         Raises UserError that names the tensor, for codes or scales that give no finite weights.
         """
-        stored, quantization = self.file.matrices[name], self.file.quantization
-        encoding, layout = encoding_of(quantization.version), LAYOUTS[quantization.layout]
+        stored = self.file.matrices[name]
+        encoding = stored.encoding
         try:
             stored_codes = self._read(*stored.codes, index)
             stored_codes = stored_codes.reshape(len(stored_codes), -1)
-            codes = layout.unpack(stored_codes, encoding, stored.shape[-1])
+            codes = stored.layout.unpack(stored_codes, encoding, stored.shape[-1])
             scales = as_scales(self._read(*stored.scales, index), encoding)
             matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding)
             for shard, tensor in stored.said:
@@ -215,38 +226,61 @@ class QuantizedReader:
 
 
 def find_quantized(
-    quantization: Quantization, shards: Sequence[Shard]
+    quantization: Quantization, shards: Sequence[Shard], shape_of: Callable[[str], Shape | None]
 ) -> tuple[QuantizedShard, ...]:
-    """Finds the quantized matrices of the shards. Raises UserError that names the tensor, where
-    codes or scales are missing, or their shapes or dtypes do not fit the format."""
-    layout, encoding = LAYOUTS[quantization.layout], encoding_of(quantization.version)
+    """Finds the quantized matrices of the shards. The tensors of a matrix say in which of the
+    schemes it is.
+
+    - `shape_of`: name of a matrix → the shape that it must have; None: there is no such matrix.
+
+    Raises UserError that names the tensor, where codes or scales are missing, or their shapes or
+    dtypes do not fit any scheme.
+    """
     owner = {name: shard for shard in shards for name in shard.tensors}
     found: dict[int, dict[str, Stored]] = {id(shard): {} for shard in shards}
     used = set()
-    for scales, shard in owner.items():
-        if not scales.endswith(layout.scales):
-            continue
-        base = scales.removesuffix(layout.scales)
-        for name in (base + suffix for suffix in layout.dtypes):
-            if name not in owner:
-                raise UserError(f"{shard.path}: tensor {scales} has no {name} beside it")
-            used.add(name)
-        _check(base, layout, owner)
-        codes = base + layout.codes
-        wholes = {base, f"{base}.weight"} - {codes}
-        for whole in wholes & owner.keys():
-            raise UserError(f"{owner[whole].path}: tensor {whole} is there beside {codes}")
-        shape = _shape(base, layout, encoding, owner)
-        said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
-        stored = Stored((owner[codes], codes), (shard, scales), shape, said)
-        found[id(owner[codes])][base + layout.name] = stored
+    for scales in owner:
+        schemes = [s for s in quantization.schemes if scales.endswith(LAYOUTS[s.layout].scales)]
+        for number, scheme in enumerate(schemes, 1):
+            base = scales.removesuffix(LAYOUTS[scheme.layout].scales)
+            try:
+                stored = _stored(base, scheme, owner)
+            except UserError:
+                if number == len(schemes):
+                    raise
+                continue
+            name = base + stored.layout.name
+            if number == len(schemes) or stored.shape == shape_of(name):
+                found[id(stored.codes[0])][name] = stored
+                used |= {base + suffix for suffix in stored.layout.dtypes}
+                break
     files = []
     for shard in shards:
         matrices = found[id(shard)]
         plain = {name: header for name, header in shard.tensors.items() if name not in used}
         virtual = {name: Header("float32", stored.shape) for name, stored in matrices.items()}
-        files.append(QuantizedShard(shard, plain | virtual, matrices, quantization))
+        files.append(QuantizedShard(shard, plain | virtual, matrices))
     return tuple(files)
+
+
+def _stored(base: str, scheme: Scheme, owner: Mapping[str, Shard]) -> Stored:
+    """A matrix in a scheme. Raises UserError where its tensors do not fit the scheme.
+
+    - `base`: what the names of its tensors begin with.
+    - `owner`: tensor → its shard.
+    """
+    layout = LAYOUTS[scheme.layout]
+    codes, scales = base + layout.codes, base + layout.scales
+    for name in (base + suffix for suffix in layout.dtypes):
+        if name not in owner:
+            raise UserError(f"{owner[scales].path}: tensor {scales} has no {name} beside it")
+    _check(base, layout, owner)
+    for whole in ({base, f"{base}.weight"} - {codes}) & owner.keys():
+        raise UserError(f"{owner[whole].path}: tensor {whole} is there beside {codes}")
+    version = scheme.version(_SCALES.get(owner[scales].tensors[scales].dtype, ""))
+    said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
+    places = (owner[codes], codes), (owner[scales], scales)
+    return Stored(layout, version, *places, _shape(base, layout, encoding_of(version), owner), said)
 
 
 def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:

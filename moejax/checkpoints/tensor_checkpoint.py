@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from host_offload.memory.record_source import RecordSource
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
@@ -40,7 +42,7 @@ from moejax.models.families import FAMILIES
 from moejax.models.gguf_header import read_gguf
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.records import RecordFormat
-from pallas_kernels.records.format import MATRICES
+from pallas_kernels.records.format import MATRICES, join_names
 
 log = logging.getLogger("moejax")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -57,19 +59,11 @@ class TensorCheckpoint(Checkpoint):
     places: Mapping[str, Place]
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Chooses the version that the files have if it is the only one asked for, with dense for
-        the layers that lack it; else dense. Returns and raises as Checkpoint.hold."""
-        every = range(sum(self.config.moe_layers))
-        if (found := self.config.quantization) is None or [*versions] != [found.version]:
-            return {DENSE: every}
-        if not self.quantized_layers:
-            raise UserError(
-                f"{self.directory}: config.json names {found.method}, but no layer's experts are "
-                "quantized; run with --precision dense"
-            )
-        held = {found.version: self.quantized_layers, DENSE: [*every]}
-        held[DENSE] = [layer for layer in every if layer not in self.quantized_layers]
-        return {version: layers for version, layers in held.items() if layers}
+        """Chooses the versions that the files have if CHECKPOINT alone is asked for; else dense.
+        Returns and raises as Checkpoint.hold."""
+        if [*versions] != [CHECKPOINT]:
+            return {DENSE: range(sum(self.config.moe_layers))}
+        return {**self.config.expert_layers}
 
     def record_files(
         self,
@@ -124,25 +118,6 @@ class TensorCheckpoint(Checkpoint):
         names = [name for file in self.files for name in file.tensors]
         unused = [name for name in names if is_ignored(self.config, name)]
         return dict(Counter(_group_name(name) for name in unused))
-
-    @functools.cached_property
-    def quantized_layers(self) -> list[int]:
-        """The MoE layers whose experts are quantized. Raises UserError for a layer in which only
-        some of the tensors are."""
-        found: dict[int, tuple[bool, str]] = {}
-        for file, name in self.expert_tensors:
-            place = self.places[name]
-            assert isinstance(place, ExpertPlace)
-            if place.is_bias:
-                continue
-            coded = isinstance(file, QuantizedShard | GgufFile) and file.is_coded(name)
-            before, other = found.setdefault(place.layer, (coded, name))
-            if before != coded:
-                raise UserError(
-                    f"{file.path}: of {other} and {name} one is quantized and the other is not; "
-                    "the experts of a layer must be in one format. Run with precision dense"
-                )
-        return [layer for layer, (coded, _) in sorted(found.items()) if coded]
 
     @functools.cached_property
     def expert_tensors(self) -> list[tuple[TensorFile, str]]:
@@ -272,7 +247,13 @@ def open_tensors(
         if (family := FAMILIES[config.architecture]).renamed:
             files = tuple(renamed(shard, family.own_name) for shard in files)
         if config.quantization is not None:
-            files = find_quantized(config.quantization, files)
+            names = {name for file in files for name in file.tensors}
+            wanted = expected_tensors(config, names)
+            files = find_quantized(
+                config.quantization,
+                files,
+                lambda name: wanted[name].shape if name in wanted else None,
+            )
     owner = {name: file for file in files for name in file.tensors}
     check_experts(config, str(directory))
     shapes = {name: file.tensors[name].shape for name, file in owner.items()}
@@ -280,6 +261,9 @@ def open_tensors(
     _check_names(config, owner, places, str(directory))
     if config.dtype is None:
         config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
+    if (quantization := config.quantization) is not None:
+        quantization = dataclasses.replace(quantization, versions=_versions(config, places, files))
+        config = dataclasses.replace(config, quantization=quantization)
     opened = TensorCheckpoint(directory, config, str(config.dtype), files, places)
     if opened.left_out:
         parts = ", ".join(f"{count} of {name}" for name, count in opened.left_out.items())
@@ -291,6 +275,26 @@ def _group_name(name: str) -> str:
     """What a tensor belongs to: its layer, or the module outside of layers."""
     found = re.match(r"model\.layers\.\d+|(model\.)?[^.]+", name)
     return name if found is None else found[0]
+
+
+def _versions(
+    config: ModelConfig, places: Mapping[str, Place], files: Sequence[TensorFile]
+) -> tuple[str, ...]:
+    """The version of each MoE layer's experts: that of their matrices. A layer whose experts differ
+    is dense."""
+    found: list[dict[str, set[str]]] = [{m: set() for m in MATRICES} for _ in config.moe_versions]
+    for file in files:
+        for name, place in ((name, places.get(name)) for name in file.tensors):
+            if isinstance(place, ExpertPlace) and not place.is_bias:
+                quantized = isinstance(file, QuantizedShard | GgufFile)
+                version = file.version_of(name) if quantized else None
+                for matrix in place.matrices:
+                    found[place.layer][matrix].add(version or DENSE)
+    alike = (all(len(names) == 1 for names in layer.values()) for layer in found)
+    return tuple(
+        join_names([*itertools.chain(*layer.values())]) if same else DENSE
+        for layer, same in zip(found, alike, strict=True)
+    )
 
 
 def _check_names(

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 from host_offload.memory.store import StoreBuilder
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
@@ -23,23 +24,19 @@ LOSSLESS = "lossless"
 """The name in place of a quantizer, for a version that keeps all bits."""
 
 
-def check_versions(
-    layout: RecordFormat, dtype: str, versions: Sequence[str], had: Container[str] = ()
-) -> None:
-    """Raises UserError for versions that a run cannot have: experts of this size or dtype cannot be
-    in the version, the checkpoint lacks it and moejax cannot make it, a version is named twice, or
-    none is named.
+def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) -> None:
+    """Raises UserError for versions that cannot be made: experts of this size or dtype cannot be in
+    the version, moejax only reads it, a version is named twice, or none is named.
 
     - `layout`: of a dense record.
     - `dtype`: the run's.
-    - `had`: the versions that the checkpoint has.
     """
     if not versions or len(set(versions)) < len(versions):
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
         with user_errors():
             dataclasses.replace(layout, version=version, dtype=dtype)
-        if version not in VERSIONS and version not in had:
+        if version not in VERSIONS:
             raise UserError(
                 f"{version} is a format of checkpoints, which moejax reads and does not make; "
                 f"choose {', '.join(VERSIONS)}"
@@ -67,7 +64,8 @@ def with_versions(
     lossless12 cannot hold stay dense. Each layer is then in one of the two arrays
     (ExpertStore.layers), and the log says which layers stay dense and why.
 
-    - `wanted`: names from pallas_kernels.records.VERSIONS, each once.
+    - `wanted`: names from pallas_kernels.records.VERSIONS, each once, or CHECKPOINT alone for the
+      store as it is.
     - `quantizer`: how int versions are made, one of QUANTIZERS.
     - `progress`: called with (version, bytes done, total bytes).
     - `new_builder`: makes the arrays of new versions, as in load_checkpoint.
@@ -76,9 +74,9 @@ def with_versions(
     dense or the version cannot hold a weight, and where host memory is too small.
     """
     check_quantizer(quantizer)
-    check_versions(loaded.layout, loaded.dtype, wanted, loaded.store.layouts)
-    if tuple(wanted) == tuple(loaded.store.arrays):
+    if tuple(wanted) in (tuple(loaded.store.arrays), (CHECKPOINT,)):
         return loaded
+    check_versions(loaded.layout, loaded.dtype, wanted)
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
     # The version that replaces dense comes last, since the other versions are made from dense.
     replacing = {"lossless12"} if "dense" not in wanted else set()

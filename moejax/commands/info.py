@@ -93,11 +93,13 @@ def _run(args: argparse.Namespace) -> int:
         parts = ", ".join(f"{count} of {name}" for name, count in weights.left_out.items())
         print(f"tensors that the text model does not use: {parts}")
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
-    own, longest = info.versions[info.own_version], info.max_model_len
+    own, longest = info.own_versions, info.max_model_len
+    one = {version: info.versions[version]["record_bytes"] for version in own}
     sizes = {
         "on the device for good": info.device_bytes,
-        f"experts in host memory, {info.own_version}": own["store_bytes"],
-        f"one expert, {info.own_version}": own["record_bytes"],
+        f"experts in host memory, {' and '.join(own)}": info.experts
+        * sum(layers * one[version] for version, layers in own.items()),
+        **{f"one expert, {version}": one[version] for version in own},
         f"slot of the arena: one expert or {info.pages_per_slot} pages": info.slot_bytes,
         f"KV page of {info.page_tokens} tokens": info.page_bytes,
         "KV of a token": info.kv_token_bytes,
@@ -145,8 +147,10 @@ def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, .
         made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}
         for name, layers in weights.dense_layers.items():
             made_by[name] += f"; {len(layers)} of {info.moe_layers} layers dense"
-    if info.own_version != "dense":
-        made_by[info.own_version] = "checkpoint"
+    for version, layers in info.own_versions.items():
+        some = "" if layers == info.moe_layers else f", {layers} of {info.moe_layers} layers"
+        if version != "dense" or some:
+            made_by[version] = f"checkpoint{some}"
     dense = info.versions["dense"]["record_bytes"]
     weight = info.parameters["experts"] / (info.moe_layers * info.experts)
     for name, version in info.versions.items():

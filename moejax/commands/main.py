@@ -31,6 +31,7 @@ from moejax.commands import (
     serve,
     trace,
     train_predictor,
+    verify,
 )
 from moejax.errors import UserError
 from moejax.interrupt import end_where_stuck
@@ -43,7 +44,7 @@ STUCK_S = 1.5
 
 COMMANDS = (
     *(generate, chat, serve, eval, ablate, info, convert, trace, calibrate, plan),
-    *(train_predictor, doctor, check_gpu),
+    *(train_predictor, doctor, check_gpu, verify),
 )
 """The modules of the commands. Each has ``add_parser(commands)``, which adds a command whose
 default `run` takes the parsed arguments and returns the exit status. `run` imports jax and other

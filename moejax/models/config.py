@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax.errors import UserError, shown, user_errors
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
@@ -36,8 +37,8 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
 
 
 def record_version(directory: str | os.PathLike) -> str:
-    """The version that the experts of a checkpoint are in, "dense" unless its config.json or its
-    GGUF file says that they are quantized. Raises UserError as load_config, for those that do."""
+    """CHECKPOINT for a checkpoint whose config.json or GGUF file says that its weights are
+    quantized, else "dense". Raises UserError as load_config, for those that do."""
     path = pathlib.Path(directory).expanduser() / "config.json"
     if not is_gguf(directory):
         if not path.is_file():
@@ -47,8 +48,7 @@ def record_version(directory: str | os.PathLike) -> str:
         tables = (raw, inner) if isinstance(inner, dict) else (raw,)
         if not any(table.get(key) for table in tables for key in KEYS):
             return "dense"
-    quantization = load_config(directory).quantization
-    return "dense" if quantization is None else quantization.version
+    return "dense" if load_config(directory).quantization is None else CHECKPOINT
 
 
 def _load_gguf_config(path: pathlib.Path) -> ModelConfig:

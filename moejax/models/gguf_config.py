@@ -82,9 +82,10 @@ class _File:
         self.tensors: dict[str, GgufTensor] = {}
         for header in headers:
             self.tensors |= header.tensors
-        self.architecture = self.metadata.get("general.architecture")
-        if not isinstance(self.architecture, str):
-            raise self.refuse("general.architecture", self.architecture)
+        named = self.metadata.get("general.architecture")
+        if not isinstance(named, str):
+            raise self.refuse("general.architecture", named)
+        self.architecture = named
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key after the architecture. Values of layers that are all equal count as
@@ -174,7 +175,7 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     """
     file = _File(headers)
     architecture = _architecture(file)
-    keys = {**_COMMON, **architecture.keys}
+    keys: dict[str, str | None] = {**_COMMON, **architecture.keys}
     prefix = f"{file.architecture}."
     own = [key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)]
     for key in own:
@@ -183,7 +184,7 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     if (gating := file.get("expert_gating_func")) not in (None, 0, architecture.gating):
         raise file.refuse("expert_gating_func", gating)
     fields: dict[str, Any] = {"architectures": [architecture.family], "hidden_act": "silu"}
-    fields |= {keys[key]: file.get(key) for key in own if keys.get(key) is not None}
+    fields |= {field: file.get(key) for key in own if (field := keys.get(key)) is not None}
     fields |= architecture.fields(file)
     if (embedding := file.tensors.get("token_embd.weight")) is None or len(embedding.shape) != 2:
         raise UserError(f"{file.path}: tensor token_embd.weight is missing")
@@ -211,19 +212,19 @@ def _rope(file: _File, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def expert_versions(headers: Sequence[GgufHeader], layers: Sequence[int]) -> dict[int, str | None]:
-    """Layer → the record format of its experts; None: they are not quantized.
+def quantization_of(headers: Sequence[GgufHeader], layers: Sequence[int]) -> Quantization | None:
+    """The quantization of a model's experts; None: there is none.
 
     - `layers`: those with experts.
 
     Raises UserError for a type that no record format holds.
     """
     owner = {name: header for header in headers for name in header.tensors}
-    found: dict[int, str | None] = {}
+    versions = []
     for layer in layers:
-        names = [f"blk.{layer}.ffn_{matrix}_exps.weight" for matrix in MATRICES]
         formats = []
-        for name in names:
+        for matrix in MATRICES:
+            name = f"blk.{layer}.ffn_{matrix}_exps.weight"
             if (header := owner.get(name)) is None:
                 raise UserError(f"{headers[0].path}: tensor {name} is missing")
             type_ = header.tensors[name].type
@@ -233,14 +234,5 @@ def expert_versions(headers: Sequence[GgufHeader], layers: Sequence[int]) -> dic
                     f"{', '.join((*FORMATS, *FLOATS))}"
                 )
             formats.append(FORMATS.get(type_, "dense"))
-        found[layer] = None if {*formats} == {"dense"} else join_names(formats)
-    return found
-
-
-def quantization_of(headers: Sequence[GgufHeader], layers: Sequence[int]) -> Quantization | None:
-    """The quantization of a model's experts; None: there is none.
-
-    - `layers`: those with experts.
-    """
-    versions = [version for version in expert_versions(headers, layers).values() if version]
-    return Quantization("GGUF", "gguf", versions[0]) if versions else None
+        versions.append(join_names(formats))
+    return None if {*versions} == {"dense"} else Quantization("GGUF", (), tuple(versions))

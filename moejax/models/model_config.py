@@ -105,6 +105,20 @@ class ModelConfig:
     """Of the checkpoint's matrices, as their authors quantized them."""
 
     @property
+    def moe_versions(self) -> tuple[str, ...]:
+        """The version of each MoE layer's experts in the checkpoint."""
+        found = ("dense",) if self.quantization is None else self.quantization.versions
+        return found * sum(self.moe_layers) if len(found) == 1 else found
+
+    @property
+    def expert_layers(self) -> dict[str, tuple[int, ...]]:
+        """Version of experts in the checkpoint → its MoE layers."""
+        layers: dict[str, list[int]] = {}
+        for layer, version in enumerate(self.moe_versions):
+            layers.setdefault(version, []).append(layer)
+        return {version: tuple(each) for version, each in layers.items()} or {"dense": ()}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer."""
         inside = self.window_layers or (True,) * self.num_hidden_layers

@@ -1,5 +1,5 @@
-"""What config.json says of a checkpoint that others quantized: how its weights lie in the files,
-and which record format holds them as they are. Whatever is not read here is refused by name."""
+"""What config.json says of a checkpoint that others quantized: how its matrices lie in the files,
+and which record formats hold them as they are. Whatever is not read here is refused by name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,37 @@ _ELSE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantization:
-    """A format of quantized matrices; those of a checkpoint that are not in it are as in others."""
+class Scheme:
+    """A format of quantized matrices."""
 
-    method: str
-    """quant_method, and the format within it."""
     layout: str
     """How matrices lie in the files: a key of moejax.checkpoints.quantized_tensors.LAYOUTS."""
-    version: str
-    """The record format of its codes and scales (pallas_kernels.records.encoding.read_name)."""
+    codes: str
+    """What codes are, and how many weights share a scale: the first parts of a name of
+    pallas_kernels.records.encoding.read_name."""
+    scale: str | None = None
+    """The name's part that says what a scale is; None: it depends on the dtype of the scales."""
+    targets: tuple[str, ...] = ()
+    """The modules that config.json names; whether a matrix is in this format, its tensors say."""
+
+    def version(self, scale: str) -> str:
+        """The name of the record format.
+
+        - `scale`: the part for scales of their dtype.
+        """
+        return f"{self.codes}-{self.scale or scale}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """The formats of a checkpoint's quantized matrices. Others are as in other checkpoints."""
+
+    method: str
+    """quant_method, and the formats within it."""
+    schemes: tuple[Scheme, ...]
+    versions: tuple[str, ...]
+    """The versions of the experts of each MoE layer, or one for all: as config.json lets expect,
+    and, when the headers of the tensors are read, as they say."""
     activations: bool = False
     """Its authors mean activations to be quantized too; moejax leaves them as they are."""
 
@@ -73,11 +95,21 @@ def parse_quantization(raw: dict, dtype: str | None, source: str) -> Quantizatio
         if not isinstance(method, str) or method not in _METHODS:
             named = shown(method).strip("'") if method else "an unnamed method"
             raise table.refuse(f"the checkpoint is quantized with {named}")
-        return _METHODS[method](table, {"float16": "f16"}.get(dtype or "", "bf16"))
+        layout, schemes, activations = _METHODS[method](table)
+        # The modules of one scheme are all; of several, one may be for experts.
+        experts = [one for one in schemes if any("expert" in name for name in one.targets)]
+        scale = {"float16": "f16"}.get(dtype or "", "bf16")
+        version = (experts or schemes)[0].version(scale)
+        named = method if layout == method else f"{method} {layout}"
+        return Quantization(named, schemes, (version,), activations)
     return None
 
 
-def _fp8(table: _Table, scale: str) -> Quantization:
+_Found = tuple[str, tuple[Scheme, ...], bool]
+"""The name of the layout, the schemes, and whether activations are quantized too."""
+
+
+def _fp8(table: _Table) -> _Found:
     """DeepSeek's: e4m3 with a scale for each block (its section 3.3, arXiv:2412.19437)."""
     table.only("fmt", "e4m3", "float8_e4m3fn")
     static = table.only("activation_scheme", "dynamic", "static") == "static"
@@ -87,35 +119,38 @@ def _fp8(table: _Table, scale: str) -> Quantization:
     out, into = map(table.group, block)
     if static:
         raise table.refuse("activation_scheme is 'static'")
-    return Quantization("fp8", "fp8", f"fp8-{into}x{out}-f32", activations=True)
+    return "fp8", (Scheme("fp8", f"fp8-{into}x{out}", "f32"),), True
 
 
-def _mxfp4(table: _Table, scale: str) -> Quantization:
+def _mxfp4(table: _Table) -> _Found:
     """gpt-oss' own: stacked experts in e2m1, with an e8m0 scale for each 32 (OCP MX 1.0)."""
-    return Quantization("mxfp4", "mxfp4", "fp4-32-e8m0")
+    return "mxfp4", (Scheme("mxfp4", "fp4-32", "e8m0"),), False
 
 
-def _compressed_tensors(table: _Table, scale: str) -> Quantization:
-    """Of one scheme for all groups of modules (the compressed-tensors library)."""
+def _compressed_tensors(table: _Table) -> _Found:
+    """Of a scheme for each group of modules (the compressed-tensors library)."""
     for other in ("sparsity_config", "moe_sparsity_config", "transform_config"):
         table.only(other, {})
     if table.values.get("kv_cache_scheme") is not None:
         raise table.refuse("kv_cache_scheme quantizes KV")
     groups = table.inner("config_groups")
-    found = set()
+    schemes = []
     for name in groups.values:
         group = groups.inner(name)
         format_ = group.values.get("format") or table.values.get("format")
-        found.add(_compressed_group(group.inner("weights"), format_, scale))
-    if len(found) != 1:
-        raise groups.refuse(f"{len(found)} different formats of weights")
-    (layout, version), *_ = found
+        scheme = _compressed_group(group.inner("weights"), format_)
+        if isinstance(targets := group.values.get("targets"), list):
+            scheme = dataclasses.replace(scheme, targets=tuple(map(str, targets)))
+        schemes.append(scheme)
+    if not schemes:
+        raise groups.refuse("it names no group of modules")
     inputs = [groups.inner(name).values.get("input_activations") for name in groups.values]
-    return Quantization(f"compressed-tensors {layout}", layout, version, any(inputs))
+    layouts = " and ".join(dict.fromkeys(scheme.layout for scheme in schemes))
+    return layouts, tuple(schemes), any(inputs)
 
 
-def _compressed_group(weights: _Table, format_: Any, scale: str) -> tuple[str, str]:
-    """(layout, version) of a group of modules."""
+def _compressed_group(weights: _Table, format_: Any) -> Scheme:
+    """The scheme of a group of modules."""
     if not isinstance(format_, str) or format_ not in _COMPRESSED:
         raise weights.refuse(f"the format is {shown(format_)}")
     kind, sizes = _COMPRESSED[format_]
@@ -136,12 +171,13 @@ def _compressed_group(weights: _Table, format_: Any, scale: str) -> tuple[str, s
         group = f"{into}x{out}"
     else:
         raise weights.refuse(f"strategy is {shown(strategy)}")
+    scale = None
     if format_ == "mxfp4-pack-quantized":
         if group != "32":
             raise weights.refuse(f"MXFP4 in groups of {group}")
         scale = "e8m0"
     codes = "fp" if kind == "float" else "int"
-    return format_, f"{codes}{bits}-{group}-{scale}"
+    return Scheme(format_, f"{codes}{bits}-{group}", scale)
 
 
 _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -152,7 +188,7 @@ _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 """Format of compressed-tensors → what its codes are, and bits that they may have."""
 
-_METHODS: dict[str, Callable[[_Table, str], Quantization]] = {
+_METHODS: dict[str, Callable[[_Table], _Found]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,

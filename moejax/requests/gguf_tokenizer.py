@@ -43,7 +43,10 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     from transformers import PreTrainedTokenizerFast
 
     try:
-        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+            GGUF_TOKENIZER_MAPPING,
+            convert_gguf_tokenizer,
+        )
     except ImportError:
         raise UserError(
             f"{where}: its tokenizer needs transformers 5.24 or newer: pip install 'moejax[gguf]'"

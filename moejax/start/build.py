@@ -63,9 +63,10 @@ def start_engine(
     Raises UserError, BudgetError or ArenaTooSmall. The model is freed if the build fails.
     """
     settings = options if isinstance(options, Settings) else settings_of(options)
-    own = loaded.config.quantization
-    held = own is not None and own.version in loaded.store.layouts
-    settings = settings.of_model(own.version if own is not None and held else "dense")
+    own = loaded.config.expert_layers
+    settings = settings.of_model(
+        *(own if own.keys() <= loaded.store.layouts.keys() else ("dense",))
+    )
     loaded = add_packed_layout(loaded, settings, device.platform)
     plan = probe_plan(loaded, settings, device)
     rope = plan.steps.config.rope

@@ -31,9 +31,9 @@ class Settings:
     placement: str | None = None
     """The placement's name with all costs that the options state; None: no placement."""
 
-    def of_model(self, version: str) -> Settings:
-        """The settings with a checkpoint whose experts are in that version."""
-        return dataclasses.replace(self, precision=self.precision.of_model(version))
+    def of_model(self, *versions: str) -> Settings:
+        """The settings with a checkpoint whose experts are in these versions."""
+        return dataclasses.replace(self, precision=self.precision.of_model(*versions))
 
     @property
     def tiers(self) -> Driver | None:

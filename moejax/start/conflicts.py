@@ -61,7 +61,7 @@ def parts_of(start: Situation) -> dict[str, str]:
     both = store.host_memory is not None and memory.memory is not None
     may_be_cached = transfers.name == "queue" or driver.name == "stream"
     named, mixed = f"precision {precision.name}", precision.mixed
-    several = len(precision.versions) > 1 or precision.in_transit
+    several = mixed or precision.in_transit
     placed = gives_away(settings.policies)
     sizes = [n for n in ("expert_budget", "kv_budget") if getattr(memory, n) is not None]
     given = {name: name for name, wanted in find_cell_options(options).items() if wanted}

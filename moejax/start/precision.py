@@ -189,27 +189,27 @@ def note(
     )
 
 
-def checkpoint_notes(
-    precision: Precision, config: ModelConfig, layout: SlotLayout, dense: Sequence[int] = ()
-) -> list[str]:
+def checkpoint_notes(precision: Precision, config: ModelConfig, layout: SlotLayout) -> list[str]:
     """Returns lines for people on how a checkpoint that its authors quantized is run, none for
-    other checkpoints.
-
-    - `dense`: the MoE layers whose experts the checkpoint has dense.
-    """
+    other checkpoints."""
     own = config.quantization
     if own is None:
         return []
-    dtype = layout.records[0].dtype
+    dtype, held = layout.records[0].dtype, config.expert_layers
     rest = f"other {own.method} matrices are dequantized to {dtype} at load"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"
     if not precision.of_checkpoint:
-        return [f"the checkpoint's experts, {own.version}, are dequantized to {dtype}; {rest}"]
-    record = next(record for record in layout.records if record.version == own.version)
-    bits = 8 * record.nbytes / (3 * record.width * record.hidden)
-    but = f" but those of MoE layers {', '.join(map(str, dense))}, dense" if dense else ""
+        coded = " and ".join(version for version in held if version != "dense")
+        how = f"the checkpoint's experts, {coded}, are dequantized to {dtype}; " if coded else ""
+        return [how + rest]
+    formats = []
+    for version, layers in held.items():
+        record = next(record for record in layout.records if record.version == version)
+        bits = 8 * record.nbytes / (3 * record.width * record.hidden)
+        some = f" in {len(layers)} of {sum(config.moe_layers)} layers" if len(held) > 1 else ""
+        formats.append(f"{version}, {bits:.3g} bits a weight{some}")
     return [
-        f"experts{but} are paged and computed from as the checkpoint has them, {own.version}, "
-        f"{bits:.3g} bits a weight; {rest}"
+        "experts are paged and computed from as the checkpoint has them, "
+        f"{' and '.join(formats)}; {rest}"
     ]

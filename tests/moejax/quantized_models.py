@@ -91,13 +91,23 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[Tensors, Any]]]] 
 authors' library dequantizes them to."""
 
 
-def quantized_model(directory: Path, version: str, family: str = "Qwen3Moe", **config: Any) -> Any:
+def quantized_model(
+    directory: Path,
+    version: str | Callable[[str], str | None],
+    family: str = "Qwen3Moe",
+    **config: Any,
+) -> Any:
     """Writes a checkpoint whose linear matrices, but for router and head, are quantized; returns
-    transformers' model of what they dequantize to."""
+    transformers' model of what they dequantize to.
+
+    - `version`: of FORMATS; or a function from a matrix's name to its version, None for a matrix
+      that is not quantized. All versions are then compressed-tensors'.
+    """
     import torch
     from safetensors.torch import save_file
 
-    table, quantize = FORMATS[version]
+    choose = version if callable(version) else lambda name: version
+    tables: dict[str, dict[str, Any]] = {}
     model = random_model(family, **config)
     model.save_pretrained(directory)
     from safetensors.torch import load_file
@@ -107,11 +117,21 @@ def quantized_model(directory: Path, version: str, family: str = "Qwen3Moe", **c
         kept = any(part in name for part in ("lm_head", "embed", "norm", ".gate.weight"))
         if kept or (not name.endswith("_proj.weight") and ".w" not in name and "_mqa" not in name):
             continue
+        if (chosen := choose(name)) is None:
+            continue
+        tables[chosen], quantize = FORMATS[chosen]
         stored, dense[name] = quantize(tensors.pop(name).float())
         tensors |= {name.removesuffix("weight") + part: t for part, t in stored.items()}
     assert dense, "nothing was quantized"
     save_file(tensors, directory / "model.safetensors")
     path = directory / "config.json"
+    table, *others = tables.values()
+    if others:
+        groups = {
+            f"group_{number}": each["config_groups"]["group_0"] | {"format": each["format"]}
+            for number, each in enumerate(tables.values())
+        }
+        table = table | {"config_groups": groups, "format": "mixed-precision"}
     fields = json.loads(path.read_text()) | {"quantization_config": table}
     path.write_text(json.dumps(fields | {"dtype": "bfloat16"}))
     plain = directory.with_name(f"{directory.name}-dense")

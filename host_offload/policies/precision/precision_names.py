@@ -33,8 +33,8 @@ from pallas_kernels.option_text import (
 from pallas_kernels.records.format import LOSSY, VERSIONS
 
 CHECKPOINT = "checkpoint"
-"""The precision in which all experts have the checkpoint's version: dense, or the format that the
-checkpoint is quantized to."""
+"""The precision, and in place of a version, in which experts are as in the checkpoint: dense, or in
+the formats that it is quantized to, which may differ by layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Precision:
 
     name: str
     versions: tuple[str, ...] = ("dense",)
-    """The one version of all experts, or the high and the low one, in the order of the tables."""
+    """The one version of all experts, or the high and the low one, in the order of the tables; with
+    `of_checkpoint` those of the files, each in its own layers."""
     in_transit: bool = False
     """Whether records are decoded while they are copied: the store has the version, cells have
     dense."""
@@ -65,7 +66,7 @@ class Precision:
     step_bytes: int | None = None
     """Most bytes of transitions in a step; None: as many as the device allows."""
     of_checkpoint: bool = False
-    """Whether the one version is that of the checkpoint's files; `of_model` fills it in."""
+    """Whether experts are as in the checkpoint's files; `of_model` fills in the versions."""
     paged: bool = False
     """Whether layers have fewer cells than experts, so that experts can be missed; else every
     expert is always resident in one of the versions."""
@@ -75,18 +76,18 @@ class Precision:
         """Whether the bits of the output differ from those with the checkpoint's experts."""
         return not self.of_checkpoint and not {*LOSSY}.isdisjoint(self.versions)
 
-    def of_model(self, version: str) -> Precision:
-        """The precision for a checkpoint whose experts are in `version`."""
+    def of_model(self, *versions: str) -> Precision:
+        """The precision for a checkpoint whose experts are in `versions`."""
         if not self.of_checkpoint:
             return self
-        if version == "dense":
-            return Precision(version)
-        return dataclasses.replace(self, name=CHECKPOINT, versions=(version,))
+        if versions == ("dense",):
+            return Precision("dense")
+        return dataclasses.replace(self, name=CHECKPOINT, versions=versions)
 
     @property
     def mixed(self) -> bool:
         """Whether there is a high and a low version."""
-        return len(self.versions) > 1
+        return len(self.versions) > 1 and not self.of_checkpoint
 
     @property
     def policies(self) -> tuple[Policy, ...]:

@@ -17,7 +17,7 @@ from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
-from moejax.start.report.model_info import own_version, read_headers
+from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 
@@ -28,7 +28,7 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     """
     settings = settings_of(options)
     config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
-    settings = settings.of_model(own_version(config))
+    settings = settings.of_model(*config.expert_layers)
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
         config,
@@ -81,6 +81,8 @@ def facts_without_weights(
     """
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
+    if kept == [*config.expert_layers] and len(kept) > 1:
+        layers = config.expert_layers
     if dense_layers and "lossless12" in kept and "dense" not in kept:
         kept.insert(kept.index("lossless12") + 1, "dense")
         held = (i for i in range(sum(config.moe_layers)) if i not in dense_layers)

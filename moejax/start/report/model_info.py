@@ -60,8 +60,8 @@ class ModelInfo:
     versions: dict[str, dict[str, int]]
     """For each version that the model can have in this dtype: `record_bytes` of one expert and
     `store_bytes` of all experts, in host memory."""
-    own_version: str
-    """The version of the checkpoint, the default of a run."""
+    own_versions: dict[str, int]
+    """Version of experts in the checkpoint, the default of a run → how many MoE layers have it."""
     slot_bytes: int
     page_bytes: int
     page_tokens: int
@@ -149,11 +149,6 @@ def read_headers(
     return config, Weights(kind, len(sizes), sum(sizes), *made)
 
 
-def own_version(config: ModelConfig) -> str:
-    """Returns the version of the experts in a model's checkpoint."""
-    return "dense" if config.quantization is None else config.quantization.version
-
-
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     """Returns the sizes of a model.
 
@@ -171,8 +166,8 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         counts[0] += math.prod(leaf.shape)
         counts[1] += math.prod(leaf.shape) * leaf.dtype.itemsize
     stored, versions = moe_layers * config.num_experts, {}
-    own = own_version(config)
-    for version in dict.fromkeys((*VERSIONS, own)):
+    own = {version: len(layers) for version, layers in config.expert_layers.items()}
+    for version in dict.fromkeys((*VERSIONS, *own)):
         # A version may need bfloat16, or a D that is a multiple of something.
         with contextlib.suppress(ValueError):
             one = dataclasses.replace(record, version=version, dtype=params["embed"].dtype.name)
@@ -180,7 +175,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     found[EXPERTS] = [stored * expert, stored * record.nbytes]
     parameters = {part: found[part][0] for part in PARTS if part in found}
     idle = moe_layers * (config.num_experts - config.num_experts_per_tok) * expert
-    slots = config.slot_layout(record.itemsize, (own,), params["embed"].dtype.name)
+    slots = config.slot_layout(record.itemsize, (*own,), params["embed"].dtype.name)
     page = slots.page
     return ModelInfo(
         architecture=config.architecture,
@@ -193,7 +188,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         bytes={part: found[part][1] for part in parameters},
         active_parameters=sum(parameters.values()) - idle,
         versions=versions,
-        own_version=own,
+        own_versions=own,
         slot_bytes=slots.slot_bytes,
         page_bytes=page.nbytes,
         page_tokens=page.block_size,
@@ -229,7 +224,7 @@ def fit(
         raise UserError(f"context {context} is more than the model's {longest} positions; lower it")
     info = model_info(config, dtype)
     itemsize = expert_layout(config, dtype).itemsize
-    slots = config.slot_layout(itemsize, (info.own_version,), info.dtype)
+    slots = config.slot_layout(itemsize, (*info.own_versions,), info.dtype)
     if memory < info.device_bytes:
         alone = format_bytes(info.device_bytes)
         return Fit(memory, problem=f"too small for the dense part alone, {alone}")

@@ -9,6 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.quantized import QuantizedMatrix
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.conversion import convert
@@ -77,6 +78,34 @@ def test_no_budget_or_driver_changes_a_bit(options, fp8):
 MATRICES = ("gate", "up", "down")
 
 
+def choose_by_layer(name):
+    if ".layers.0." in name:
+        return "int8-32-bf16" if "down_proj" in name else "int4-16-bf16"
+    return None if "down_proj" in name else "int8-channel-bf16"
+
+
+MIXED = ["int4-16-bf16+int4-16-bf16+int8-32-bf16", "int8-channel-bf16+int8-channel-bf16+dense"]
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS["paged"], OPTIONS["host"]], ids=str)
+def test_formats_may_differ_by_layer_and_matrix(options, directory):
+    path = directory / "mixed"
+    if not path.exists():
+        quantized_model(path, choose_by_layer)
+    dense = path.with_name("mixed-dense")
+    loaded = load_checkpoint(path, "float32", versions=(CHECKPOINT,))
+    assert [*loaded.store.layers.items()] == [(MIXED[0], (0,)), (MIXED[1], (1,))]
+    whole = load_checkpoint(dense, "float32").store.arrays["dense"]
+    for layer, version in enumerate(MIXED):
+        fmt = loaded.store.layouts[version]
+        for record, wanted in zip(loaded.store.arrays[version][0], whole[layer], strict=True):
+            wanted = np.asarray(wanted).view(np.float32).reshape(-1, fmt.hidden)
+            np.testing.assert_array_equal(np.asarray(decode(record, fmt)), wanted)
+    stats, found = run(path, ops="xla", **options)
+    assert stats["precision"]["versions"] == MIXED
+    assert found == run(dense, ops="xla")[1]
+
+
 def experts_of(path, experts=6):
     """(layer, expert, name of a matrix without ".weight") of a checkpoint, and its tensors."""
     tensors = load_torch(path / "model.safetensors")
@@ -109,7 +138,7 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
     path = directory / f"{version}-records"
     if not path.exists():
         quantized_model(path, version)
-    loaded = load_checkpoint(path, dtype, versions=(version,))
+    loaded = load_checkpoint(path, dtype, versions=(CHECKPOINT,))
     assert [*loaded.store.arrays] == [version]
     fmt, records = loaded.store.layouts[version], np.asarray(loaded.store.arrays[version])
     dense = path.with_name(f"{path.name}-dense")
@@ -238,7 +267,7 @@ def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp
     source, edit, arguments, message = HOSTILE[case]
     path = changed(sources[source], tmp_path / "model", edit(*arguments))
     with pytest.raises(UserError, match=message):
-        load_checkpoint(path, versions=(SOURCES[source],))
+        load_checkpoint(path, versions=(CHECKPOINT,))
 
 
 def test_blocks_larger_than_the_matrix_take_no_memory():
@@ -258,8 +287,8 @@ def test_blocks_larger_than_the_matrix_take_no_memory():
 def test_scales_beyond_float16_are_refused_in_such_a_run(sources, tmp_path):
     path = changed(sources["fp8"], tmp_path / "model", set_value(SCALE, 0, 200.0))
     with pytest.raises(UserError, match=f"matrix {UP}.*float16 cannot hold.*bfloat16"):
-        load_checkpoint(path, "float16", versions=(SOURCES["fp8"],))
-    load_checkpoint(path, versions=(SOURCES["fp8"],)).store.delete()
+        load_checkpoint(path, "float16", versions=(CHECKPOINT,))
+    load_checkpoint(path, versions=(CHECKPOINT,)).store.delete()
 
 
 def dequantized(path, chosen):
@@ -276,24 +305,25 @@ def dequantized(path, chosen):
     return edit
 
 
-def test_layers_may_be_dense_but_not_single_experts(sources, tmp_path):
+def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_path):
     source, version = sources["fp8"], SOURCES["fp8"]
-    path = changed(source, tmp_path / "layer", dequantized(source, "layers.0.mlp.experts."))
-    stats, found = run(path, expert_budget="50%", ops="xla")
-    assert stats["precision"]["versions"] == [version]
-    assert found == run(source, ops="xla")[1]
-    path = changed(source, tmp_path / "expert", dequantized(source, "layers.0.mlp.experts.2."))
-    with pytest.raises(UserError, match=r"one is quantized and the other is not.*precision dense"):
-        load_checkpoint(path, versions=(version,))
-    assert run(path, precision="dense", ops="xla")[1] == found
+    wanted = run(source, ops="xla")[1]
+    for number, part in enumerate(("layers.0.mlp.experts.", "layers.0.mlp.experts.2.")):
+        path = changed(source, tmp_path / str(number), dequantized(source, part))
+        stats, found = run(path, expert_budget="50%", ops="xla")
+        assert stats["precision"]["versions"] == ["dense", version]
+        assert found == wanted
+    assert run(path, precision="dense", ops="xla")[1] == wanted
 
 
 def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
     source = sources["fp8"]
     path = changed(source, tmp_path / "model", dequantized(source, ".mlp.experts."))
-    with pytest.raises(UserError, match=r"no layer.s experts are quantized; .*--precision dense"):
-        run(path)
-    assert run(path, precision="dense", ops="xla")[1] == run(source, ops="xla")[1]
+    stats, found = run(path)
+    assert stats["precision"]["versions"] == ["dense"]
+    assert found == run(path, precision="dense")[1]
+    with LLM(path, precision="dense", **LIMITS) as llm:
+        assert "other fp8 matrices are dequantized" in " ".join(llm.plan.budget.notes)
 
 
 def test_precision_dense_dequantizes_and_the_plan_says_so(sources):

@@ -151,6 +151,12 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["check-gpu", "--shapes", "gpt-4"], "no shape is called 'gpt-4'"),
         (["check-gpu", "--kernels"], "there is no GPU here; nothing was checked"),
     ],
+    "verify": [
+        (["verify", "/no/model"], "/no/model: no such directory"),
+        (["verify", "demo", "--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["verify", "demo", "--text", "none.txt"], "none.txt cannot be read as text"),
+        (["verify", "demo", "--expert-budget", "25"], "25%"),
+    ],
     "": [
         ([], "the following arguments are required: COMMAND"),
         (["invent"], "invalid choice: 'invent'"),

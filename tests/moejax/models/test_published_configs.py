@@ -13,7 +13,7 @@ import pytest
 
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
-from moejax.models.quantization import Quantization
+from moejax.models.quantization import Quantization, Scheme
 from moejax.models.rope import Rope
 from pallas_kernels.expert_ffn import ClampedSwiGLU
 
@@ -98,7 +98,9 @@ PUBLISHED = {
                 "swiglu": ClampedSwiGLU(7.0, 1.702),
                 "windows": (128, None) * (layers // 2),
                 "eos_token_ids": (200002,),
-                "quantization": Quantization("mxfp4", "mxfp4", "fp4-32-e8m0"),
+                "quantization": Quantization(
+                    "mxfp4", (Scheme("mxfp4", "fp4-32", "e8m0"),), ("fp4-32-e8m0",)
+                ),
             },
         )
         for size, layers, billions in ((20, 24, 20.91), (120, 36, 116.83))

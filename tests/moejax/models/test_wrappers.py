@@ -56,8 +56,8 @@ def assert_same(one, other):
             )
         )
     )
-    stores = [np.asarray(loaded.store.arrays["dense"]) for loaded in (one, other)]
-    np.testing.assert_array_equal(*stores)
+    first, second = (np.asarray(loaded.store.arrays["dense"]) for loaded in (one, other))
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("architecture", WRAPPERS)

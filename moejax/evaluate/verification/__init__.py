@@ -1,0 +1,1 @@
+"""Checks that a checkpoint computes on this machine what its authors meant (`moejax verify`)."""

@@ -1,0 +1,260 @@
+"""Compares a running engine with the reference, layer by layer, and the reference with
+transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from host_offload.memory.device_memory import host_available_bytes
+from moejax.checkpoints.load import checkpoint_format
+from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.errors import UserError
+from moejax.evaluate.verification.reference import Reference, Tensors
+from moejax.evaluate.verification.table import Check
+from moejax.evaluate.verification.words import check_words
+from moejax.models.directory import read_json
+from moejax.requests.sampling_params import SamplingParams
+from moejax.start.report.model_info import model_info
+
+if TYPE_CHECKING:
+    from moejax.serve.llm import LLM
+
+TEXT = """\
+The old house stood by the sea. In winter the waves came up to the garden wall, and the people of
+the village said that one day the water would take it. But the woman who lived there did not want to
+leave. She had been born in the house, and so had her mother, and every morning she walked down to
+the beach to see what the night had brought: a piece of wood, a shoe, a bottle without a letter.
+"""
+GENERATED = 8
+"""Tokens that are generated after the text, to check the steps that decode."""
+
+LIMITS = {"float32": 2e-3, "bfloat16": 2.0**-6, "float16": 2.0**-8}
+"""Run's dtype → how far the first layer may be from float32, as a share of its values. Rounding of
+later layers adds up like a random walk, so layer n may be sqrt(n) times as far. (The engine gives
+out hidden states as float16, which alone is 3e-4.)"""
+
+ORDERED = 0.9
+"""A trained model's loss on a text is at most this share of its loss on the same tokens in another
+order."""
+
+AGREE = 2e-3
+"""Most difference between log-probabilities of the reference and of transformers, both float32."""
+
+
+def verify(
+    start: Callable[..., contextlib.AbstractContextManager[LLM]],
+    directory: Path,
+    text: str,
+    tokens: int,
+    report: Callable[..., None],
+) -> Iterator[Check]:
+    """Yields each check as soon as it is made.
+
+    - `start`: starts the engine on the checkpoint; its keyword is the trace to record.
+    - `directory`: a safetensors checkpoint.
+    - `text`: of some paragraphs, in a language that the model was trained on.
+    - `tokens`: how many of the text's tokens are used.
+    - `report`: a progress bar's, over the layers.
+
+    Raises UserError for a model without a reference.
+    """
+    checkpoint = open_tensors(directory, "safetensors")
+    with contextlib.ExitStack() as stack:
+        tensors = Tensors(checkpoint, stack)
+        Reference(checkpoint.config, tensors)  # refuses before the weights are read
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        with start(trace=f"{scratch}/trace,arrays=gate_input") as llm:
+            tokenizer, config, dtype = llm.get_tokenizer(), llm.config, llm.dtype
+            yield from check_words(tokenizer, config, directory)
+            ids = _ids(llm, text, tokens)
+            sequence, hidden, decoded = _run(llm, ids)
+        reference = Reference(config, tensors)
+        with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+            states, errors, moe = reference.embed(sequence[:-1]), [], 0
+            for layer, (after, normed) in enumerate(reference.layers(states)):
+                report(layer + 1)
+                states = after
+                if config.moe_layers[layer]:
+                    errors.append((layer, _distance(hidden[moe], np.asarray(normed))))
+                    moe += 1
+            logits = reference.logits(states)
+            yield _of_layers(errors, dtype)
+            yield _of_logits(decoded, logits[len(ids) - 1 :], config.num_hidden_layers, dtype)
+            if tokenizer is not None:
+                yield _of_the_text(reference, logits[: len(ids) - 1], ids)
+            yield _of_transformers(reference, directory, ids, logits[: len(ids)])
+
+
+def _ids(llm: LLM, text: str, tokens: int) -> list[int]:
+    shapes = llm.engine.runner.shapes
+    most = min(tokens, shapes.chunk * shapes.prefill_chunks)
+    most = min(most, llm.engine.scheduler.max_model_len - GENERATED)
+    if (tokenizer := llm.get_tokenizer()) is None:
+        rng = np.random.default_rng(0)
+        return rng.integers(0, llm.config.vocab_size, most).tolist()
+    ids = tokenizer(text)["input_ids"][:most]
+    if len(ids) < 2:
+        raise UserError("the text has fewer than two tokens; give a longer one with --text")
+    return ids
+
+
+def _run(llm: LLM, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Runs the text and some greedy tokens. Returns (all tokens; the inputs of the MoE layers'
+    routers, float32[L, T, D], of all tokens but the last; the logits of the generated tokens)."""
+    chunk, count = llm.engine.runner.shapes.chunk, len(ids) + GENERATED - 1
+    moe = sum(llm.config.moe_layers)
+    hidden = np.full((moe, count, llm.config.hidden_size), np.nan, np.float32)
+    logits: list[np.ndarray] = []
+
+    def listen(step: Any) -> None:
+        seen = np.asarray(step.output.arrays.gate_input, np.float32)
+        for i, piece in enumerate(step.work.chunks):
+            rows = seen[:, i * chunk : i * chunk + piece.length]
+            hidden[:, piece.start : piece.start + piece.length] = rows
+        for row, _ in step.sampled():
+            if not step.work.chunks:
+                hidden[:, len(ids) + len(logits) - 1] = seen[:, row]
+            logits.append(np.asarray(step.output.logits)[row])
+
+    llm.engine.listener = listen
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    (output,) = llm.generate([ids], params, use_tqdm=False)
+    llm.engine.listener = None
+    return [*ids, *output.outputs[0].token_ids], hidden, np.stack(logits)
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """How far values [T, N] are from expected ones, as a share of these, for the middle token: one
+    whose expert was chosen by a hair may be anywhere."""
+    far = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    return float(np.median(far)) if np.isfinite(far).all() else math.inf
+
+
+def _of_layers(errors: Sequence[tuple[int, float]], dtype: str) -> Check:
+    limits = [LIMITS[dtype] * math.sqrt(layer + 1) for layer, _ in errors]
+    wrong = [one for one, limit in zip(errors, limits, strict=True) if not one[1] <= limit]
+    name = f"{len(errors)} layers against float32"
+    if wrong:
+        layer, error = wrong[0]
+        return Check(name, False, f"layer {layer} is {error:.2%} off, the first of {len(wrong)}")
+    layer, worst = max(errors, key=lambda one: one[1])
+    return Check(name, True, f"at most {worst:.2%} off, layer {layer} of {dtype}")
+
+
+def _of_logits(found: np.ndarray, expected: np.ndarray, layers: int, dtype: str) -> Check:
+    found, expected = (x - x.mean(1, keepdims=True) for x in (found, expected))
+    error, limit = _distance(found, expected), LIMITS[dtype] * math.sqrt(layers + 1)
+    same = int((found.argmax(1) == expected.argmax(1)).sum())
+    said = f"{error:.2%} off, {same} of {len(found)} greedy tokens the same"
+    return Check("logits of generated tokens", error <= limit, said)
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def _loss(logits: np.ndarray, ids: Sequence[int]) -> float:
+    return -float(_log_probabilities(logits)[np.arange(len(ids) - 1), ids[1:]].mean())
+
+
+def _of_the_text(reference: Reference, logits: np.ndarray, ids: list[int]) -> Check:
+    """Compares the text's loss with that of the same tokens in another order. The two are alike for
+    another model's tokenizer, and for weights or a rotation that are not the model's."""
+    other = np.random.default_rng(0).permutation(ids).tolist()
+    loss, shuffled = _loss(logits, ids), _loss(reference.logits_of(other[:-1]), other)
+    said = f"perplexity {math.exp(loss):.4g}, of its tokens in another order"
+    return Check("text", loss <= ORDERED * shuffled, f"{said} {math.exp(min(shuffled, 700)):.4g}")
+
+
+def _of_transformers(
+    reference: Reference, directory: Path, ids: list[int], logits: np.ndarray
+) -> Check:
+    """Compares the reference with transformers, over as many layers as fit into memory."""
+    name = "transformers in float32"
+    if (
+        importlib.util.find_spec("torch") is None
+        or importlib.util.find_spec("transformers") is None
+    ):
+        return Check(name, None, "torch or transformers is not installed")
+    config = reference.config
+    if config.quantization is not None:
+        return Check(name, None, f"the files are quantized ({config.quantization.method})")
+    layers = _layers_that_fit(reference)
+    if not layers:
+        return Check(name, None, "not one layer fits into memory")
+    if layers < config.num_hidden_layers:
+        logits = reference.logits_of(ids, layers)
+    try:
+        theirs = _their_logits(directory, ids, layers, config.num_hidden_layers)
+    except Exception as error:  # of another library: what it cannot load is not a fault here
+        return Check(name, None, f"it cannot load the checkpoint: {_first_line(error)}")
+    found = np.abs(_log_probabilities(logits) - _log_probabilities(theirs)).max()
+    every = "all" if layers == config.num_hidden_layers else f"the first {layers}"
+    return Check(name, bool(found < AGREE), f"{every} layers, log-probabilities {found:.1e} apart")
+
+
+def _layers_that_fit(reference: Reference) -> int:
+    """How many layers transformers can have in memory twice, as it loads them."""
+    info, config = model_info(reference.config, "float32"), reference.config
+    outside = sum(info.bytes.get(part, 0) for part in ("embedding", "output head"))
+    a_layer = (sum(info.bytes.values()) - outside) / config.num_hidden_layers
+    fit = (host_available_bytes() / 2 - outside) / a_layer
+    return max(0, min(config.num_hidden_layers, int(fit)))
+
+
+def _their_logits(directory: Path, ids: list[int], layers: int, every: int) -> np.ndarray:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    text = config.get_text_config()
+    for key, value in list(vars(text).items()):  # lists of all layers
+        if isinstance(value, list) and len(value) == every:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+    names = read_json(directory / "config.json").get("architectures") or [""]
+    kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(
+        directory, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+    del model
+    gc.collect()
+    return logits
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:100]
+
+
+def free_text(path: str | None) -> str:
+    """The text of a file; None: TEXT. Raises UserError for a file that cannot be read."""
+    if path is None:
+        return TEXT
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: {error}") from error
+
+
+def require_files(directory: Path) -> Path:
+    """The directory. Raises UserError unless it holds safetensors files, which are what a model's
+    authors publish."""
+    if checkpoint_format(directory) != "safetensors":
+        raise UserError(
+            f"{directory}: verify reads safetensors files, as they were published; name the "
+            "checkpoint that this one was made of"
+        )
+    return directory

@@ -1,0 +1,147 @@
+"""`moejax verify` passes a right model and finds an error of each kind that is planted in one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.checkpoints.tensor_tasks import OpenTensor
+from moejax.commands import main as cli
+from moejax.evaluate.verification import model, reference
+from moejax.models import layers
+from tests.moejax.models.families import write_checkpoint
+
+LAYERS, LOGITS, THEIRS = "layers against float32", "logits of generated", "transformers"
+SPECIAL, TEXT = "special tokens", "text"
+
+
+def verify(capsys, directory, *options):
+    """(exit status, check's name → whether it is right)."""
+    given = ["verify", str(directory), "--json", "-q", "--tokens", "40", *options]
+    small = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"]
+    status = cli.main([*given, "--dtype", "float32", *small])
+    found = json.loads(capsys.readouterr().out)
+    assert found["right"] == (status == 0)
+    return status, {check["name"]: check["good"] for check in found["checks"]}
+
+
+def verdict(checks, part):
+    (found,) = (good for name, good in checks.items() if part in name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A random model with biases and a dense layer."""
+    directory = tmp_path_factory.mktemp("model")
+    fields = {"mlp_only_layers": [1], "attention_bias": True, "model_type": "qwen3_moe"}
+    return write_checkpoint(directory, "Qwen3MoeForCausalLM", **fields)
+
+
+def wrong_rope(monkeypatch):
+    right = layers.inverse_frequencies
+    monkeypatch.setattr(
+        layers,
+        "inverse_frequencies",
+        lambda rope, dim: right(dataclasses.replace(rope, theta=2 * rope.theta), dim),
+    )
+
+
+def swapped_gate_and_up(monkeypatch):
+    right, other = OpenTensor.read_record, {"gate": "up", "up": "gate"}
+
+    def read(self, place, *rest):
+        swapped = other.get(place.matrix, place.matrix)
+        return right(self, dataclasses.replace(place, matrix=swapped), *rest)
+
+    monkeypatch.setattr(OpenTensor, "read_record", read)
+
+
+def missing_bias(monkeypatch):
+    right = layers.LayerStack.optional_weight
+    monkeypatch.setattr(
+        layers.LayerStack,
+        "optional_weight",
+        lambda self, name: None if name == "qkv_bias" else right(self, name),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        None,
+        wrong_rope,
+        *(pytest.param(f, marks=pytest.mark.nightly) for f in (swapped_gate_and_up, missing_bias)),
+    ],
+    ids=lambda plant: plant and plant.__name__,
+)
+def test_errors_of_the_engine(capsys, monkeypatch, biased, plant):
+    if plant is not None:
+        plant(monkeypatch)
+    status, checks = verify(capsys, biased)
+    right = plant is None
+    assert status == (not right)
+    assert verdict(checks, LAYERS) is right and verdict(checks, LOGITS) is right
+    assert verdict(checks, "tokenizer") is None
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_an_error_that_engine_and_reference_share_is_found_by_transformers(
+    capsys, monkeypatch, biased
+):
+    wrong_rope(monkeypatch)
+    monkeypatch.setattr(reference, "inverse_frequencies", layers.inverse_frequencies)
+    status, checks = verify(capsys, biased)
+    assert status == 1 and verdict(checks, LAYERS) is True and verdict(checks, THEIRS) is False
+
+
+@pytest.mark.slow
+def test_a_shifted_tokenizer(capsys, demo_dir, tmp_path):
+    shifted = shutil.copytree(demo_dir, tmp_path / "demo")
+    table = json.loads((shifted / "tokenizer.json").read_text())
+    words, added = table["model"]["vocab"], table["added_tokens"]
+    table["model"]["vocab"] = {word: (i + 1) % len(words) for word, i in words.items()}
+    for token in added:
+        token["id"] = (token["id"] + 1) % len(words)
+    (shifted / "tokenizer.json").write_text(json.dumps(table))
+    status, checks = verify(capsys, shifted)
+    assert status == 1
+    assert [name for name, good in checks.items() if good is False] == [SPECIAL, TEXT]
+
+
+@pytest.mark.slow
+def test_the_table_of_a_right_model(capsys):
+    assert cli.main(["verify", "demo", "-q", "--max-model-len", "128"]) == 0
+    out, err = capsys.readouterr()
+    assert "moejax: " not in err
+    lines = out.splitlines()
+    assert lines[1].split() == ["check", "result", "what", "was", "found"]
+    assert len(lines) >= 9 and "WRONG" not in out
+    assert sum("not checked" in line for line in lines) <= 1  # transformers, without torch
+
+
+def test_transformers_gets_the_layers_that_fit(monkeypatch, biased):
+    opened = open_tensors(biased, "safetensors")
+    with contextlib.ExitStack() as stack:
+        found = reference.Reference(opened.config, reference.Tensors(opened, stack))
+    assert model._layers_that_fit(found) == 3
+    monkeypatch.setattr(model, "host_available_bytes", lambda: 1_600_000)
+    assert model._layers_that_fit(found) in (1, 2)
+    monkeypatch.setattr(model, "host_available_bytes", lambda: 0)
+    assert model._layers_that_fit(found) == 0
+
+
+def test_a_hidden_state_that_is_not_finite_is_wrong():
+    right = np.ones((3, 4), np.float32)
+    wrong = right.copy()
+    wrong[0, 0] = np.nan
+    assert model._distance(right, right) == 0
+    assert model._of_layers([(0, model._distance(wrong, right))], "float32").good is False
