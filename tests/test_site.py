@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from moejax import LLM, SamplingParams
 from moejax.commands.main import COMMANDS, main
 from moejax.start.options import OPTIONS
-from scripts.site.hooks import GENERATED, MARK, flat, link_pages
+from scripts.site.hooks import GENERATED, MARK, flat, link_pages, other_architectures, runs
 from tests.conftest import REPOSITORY
+
+EXPERTS = re.compile(
+    r"\b(num_experts|n_routed_experts|num_local_experts|moe_num_experts|expert_layer_period)\b"
+)
 
 
 def test_every_command_and_every_option_is_there():
@@ -25,6 +31,24 @@ def test_every_command_and_every_option_is_there():
     assert "moejax generate" in page and "moejax trace convert" in page
     page = GENERATED["options"]()
     assert set(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == set(OPTIONS)
+
+
+@pytest.mark.torch
+def test_every_architecture_with_experts_is_in_the_table():
+    """Of transformers: each whose configuration names a number of experts. Its sources are read and
+    not imported, since torch takes a second."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "models"
+    table = (folder / "auto" / "modeling_auto.py").read_text()
+    known, page = {*runs(), *other_architectures()}, GENERATED["models"]()
+    assert all(f"`{name}`" in page for name in known)
+    for path in folder.glob("*/configuration_*.py"):
+        kind = path.parent.name
+        if path.stem != f"configuration_{kind}" or not EXPERTS.search(path.read_text()):
+            continue
+        names = set(re.findall(rf'\("{kind}", "(\w+For(?:Causal|Cond|Block)\w+)"\)', table))
+        assert names <= known, f"{kind} is not in scripts/site/architectures.tsv: {names - known}"
 
 
 @pytest.mark.parametrize("name", ["trace_arrays", "trace_uses"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from host_offload.control import step_record
 from host_offload.control.step_record import COLUMNS, USES, LinkUse, PageUse, StepRecord
 from moejax.commands.main import COMMANDS
+from moejax.models.families import FAMILIES
 from moejax.start.fields import Option, options_of
 from moejax.start.options import GROUPS
 
@@ -182,10 +183,41 @@ def field_docs(kind: type) -> dict[str, str]:
     return said
 
 
+# ---- models
+
+
+ARCHITECTURES = Path(__file__).with_name("architectures.tsv")
+"""Architectures with experts that do not run: name, `next` or `out`, and why."""
+
+
+def other_architectures() -> dict[str, tuple[str, str]]:
+    lines = (line.split("\t") for line in ARCHITECTURES.read_text().splitlines())
+    return {name: (state, why) for name, state, why in lines if name not in runs()}
+
+
+def runs() -> dict[str, str]:
+    """Architecture, or another name of it → what of it runs."""
+    found = {}
+    for name, family in FAMILIES.items():
+        what = "the text model runs" if family.text_types else "runs"
+        found |= dict.fromkeys((name, *family.aliases), what)
+    return found
+
+
+def models() -> str:
+    """Every architecture with experts that transformers or vLLM has."""
+    states = {"next": "not yet", "out": "out of scope"}
+    rows = [(f"`{name}`", what, "") for name, what in runs().items()]
+    others = other_architectures().items()
+    rows += [(f"`{name}`", states[state], why) for name, (state, why) in others]
+    return table(("architecture", "state", "what it needs"), sorted(rows))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "command_line": command_line,
     "options": options,
     "trace_arrays": trace_arrays,
     "trace_uses": trace_uses,
+    "models": models,
 }
 """What pages may ask for."""

@@ -88,6 +88,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1": {"intermediate_size": 32, "head_dim": 16, "num_experts": 6},
     "SarvamMoE": {**_NARROW, "head_dim": 16, "n_routed_experts": 8, "pad_token_id": None},
     "Qwen3VLMoe": {**_NARROW, "head_dim": 16, "num_experts": 6},
+    "Glm4vMoe": {**_NARROW, "head_dim": 16, "n_routed_experts": 8},
+    "SarvamMLA": {**_LATENT, "q_lora_rank": None},
+    "Mistral4": {**_LATENT, "n_group": 4, "topk_group": 2},
+    "Mistral3": {**_LATENT, "model_type": "mistral4"},
     "Kimi_K25": {**_LATENT, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
@@ -102,6 +106,21 @@ _VISION: dict[str, dict[str, Any]] = {
         "out_hidden_size": 64,
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 4,
+    },
+    "Glm4vMoe": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    },
+    "Mistral3": {
+        "model_type": "pixtral",
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "image_size": 32,
     },
     "Kimi_K25": {
         "num_hidden_layers": 1,
@@ -119,6 +138,8 @@ def _classes(family: str) -> tuple[Any, Any]:
 
     if family == "SarvamMoE":  # a config class alone
         return transformers.SarvamMoEConfig, transformers.Glm4MoeForCausalLM
+    if family == "SarvamMLA":
+        return transformers.SarvamMLAConfig, transformers.DeepseekV3ForCausalLM
     kind = "ForConditionalGeneration" if family in _VISION else "ForCausalLM"
     return getattr(transformers, f"{family}Config"), getattr(transformers, family + kind)
 

@@ -109,6 +109,10 @@ class Reference:
             raise UserError(
                 f"verify has no reference for {min(unknown)}, a parameter of {config.architecture}"
             )
+        if config.swiglu is not None or config.expert_bias:
+            raise UserError(
+                f"verify has no reference for the clamped or biased experts of {config.architecture}"
+            )
         self.config, self._tensors = config, tensors
         frequencies, self._factor = inverse_frequencies(config.rope, config.rotary_dim)
         self._frequencies = jnp.asarray(frequencies)
@@ -227,7 +231,7 @@ class Reference:
         else:
             compressed = self._norm(_linear(normed, params, "q_a"), params, "q_a_norm", LATENT_EPS)
             q = _linear(compressed, params, "q_b")
-        q = q.reshape(len(q), heads, -1)
+        q = mla.scale_queries(q.reshape(len(q), heads, -1), jnp.arange(len(q)))
         kv = _linear(normed, params, "kv_a")
         latent = self._norm(kv[:, :rank], params, "kv_a_norm", LATENT_EPS)
         kv_heads = _linear(latent, params, "kv_b").reshape(len(kv), heads, -1)

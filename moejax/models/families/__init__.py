@@ -30,6 +30,10 @@ _PLACES = (
     "bailing_moe:V2",
     "wrappers:QWEN3_VL",
     "wrappers:KIMI_K25",
+    "wrappers:GLM_4V",
+    "deepseek:SARVAM_MLA",
+    "mistral4:FAMILY",
+    "mistral4:MISTRAL3",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]

@@ -124,14 +124,15 @@ def latent_attention(
     q_lora: int = 1536,
     nope: int = 128,
     v: int = 128,
+    kv_lora: int = 512,
 ) -> dict[str, Any]:
-    """The fields of latent attention. q_lora, nope, v: a family's defaults of q_lora_rank,
-    qk_nope_head_dim and v_head_dim."""
+    """The fields of latent attention. q_lora, nope, v, kv_lora: a family's defaults of
+    q_lora_rank, qk_nope_head_dim, v_head_dim and kv_lora_rank."""
     count = fields.integer("num_attention_heads", heads)
     fields.only("num_key_value_heads", count)
     attention = LatentAttention(
         q_lora_rank=fields.optional_integer("q_lora_rank", q_lora),
-        kv_lora_rank=fields.integer("kv_lora_rank", 512),
+        kv_lora_rank=fields.integer("kv_lora_rank", kv_lora),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim", nope),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim", 64, least=2),
         v_head_dim=fields.integer("v_head_dim", v),
@@ -206,6 +207,32 @@ def latent_params(config: ModelConfig) -> dict[str, Parts]:
     return params
 
 
+def parse_sarvam_mla(fields: Fields) -> ModelConfig:
+    """SarvamMLAConfig's fields and defaults: DeepseekV3Config's, also by the names of Sarvam's own
+    code, and by its name of yarn."""
+    raw = dict(fields.raw)
+    if isinstance(table := raw.get("rope_scaling"), dict) and "deepseek_yarn" in (
+        table.get("type"),
+        table.get("rope_type"),
+    ):
+        named = {k: v for k, v in table.items() if k not in ("type", "rope_type")}
+        raw["rope_scaling"] = named | {"rope_type": "yarn"}
+    own = Fields(raw, fields.source)
+    for name, other in (
+        ("n_routed_experts", "num_experts"),
+        ("n_shared_experts", "num_shared_experts"),
+    ):
+        if (value := own.alias(name, other)) is not None:
+            raw[name] = value
+    given = dict(vocab_size=262144, hidden_size=4096, intermediate_size=16384, n_group=1)
+    given |= dict(num_hidden_layers=32, num_attention_heads=64, topk_group=1, q_lora_rank=None)
+    given |= dict(first_k_dense_replace=1)
+    if not own.has("num_local_experts"):
+        given["n_routed_experts"] = 128
+    config = parse_v3(Fields(given | raw, fields.source))
+    return dataclasses.replace(config, architecture=SARVAM_MLA.architecture)
+
+
 V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", parse_v2, layer_params)
 V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -215,4 +242,12 @@ V3 = Family(
     wide_params=frozenset({"correction"}),
     ignores=later_layer,
     other_types=("kimi_k2",),
+)
+SARVAM_MLA = dataclasses.replace(
+    V3,
+    architecture="SarvamMLAForCausalLM",
+    model_type="sarvam_mla",
+    parse=parse_sarvam_mla,
+    aliases=("DeepseekV3ForCausalLM",),
+    other_types=(),
 )

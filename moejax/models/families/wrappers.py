@@ -3,7 +3,9 @@ images are refused."""
 
 from __future__ import annotations
 
-from moejax.models.families import deepseek, qwen3_moe
+import dataclasses
+
+from moejax.models.families import deepseek, glm4_moe, qwen3_moe
 from moejax.models.family import Family, Fields, wrapper_of
 from moejax.models.model_config import ModelConfig
 
@@ -24,6 +26,15 @@ def _qwen3_vl_text(fields: Fields) -> ModelConfig:
     return qwen3_moe.parse(Fields(raw, fields.source))
 
 
+def _glm_4v_text(fields: Fields) -> ModelConfig:
+    """Glm4vMoeTextConfig's fields and defaults: Glm4Moe's, with biases and without norms of q and
+    k."""
+    fields.only("use_qk_norm", False)
+    given = {"attention_bias": True, "max_position_embeddings": 65536, "vocab_size": 151424}
+    raw = given | {key: value for key, value in fields.raw.items() if value is not None}
+    return glm4_moe.parse(Fields(raw, fields.source))
+
+
 _QWEN3_VL_TEXT = Family(
     "Qwen3VLMoeTextModel", "qwen3_vl_moe_text", _qwen3_vl_text, qwen3_moe.layer_params
 )
@@ -35,6 +46,13 @@ QWEN3_VL = wrapper_of(
     text_types=("qwen3_vl_moe_text",),
     others=("model.visual.", "visual."),
     turned=True,
+)
+GLM_4V = wrapper_of(
+    dataclasses.replace(glm4_moe.FAMILY, parse=_glm_4v_text),
+    "Glm4vMoeForConditionalGeneration",
+    "glm4v_moe",
+    text_types=("glm4v_moe_text",),
+    others=("model.visual.", "visual."),
 )
 KIMI_K25 = wrapper_of(
     deepseek.V3,

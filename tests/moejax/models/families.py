@@ -49,6 +49,14 @@ LONGROPE = dict(
     rope_theta=1e4,
 )
 
+GROWING = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=8.0,
+    original_max_position_embeddings=64,
+    llama_4_scaling_beta=0.3,
+)
+
 SMALL: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": dict(head_dim=16, num_experts=8, mlp_only_layers=[1]),
     "MixtralForCausalLM": dict(num_local_experts=8, sliding_window=100),
@@ -110,6 +118,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "BailingMoeV2ForCausalLM": dict(num_experts=8, head_dim=16, n_group=4, topk_group=2),
     "Qwen3VLMoeForConditionalGeneration": dict(num_experts=8, head_dim=16),
     "Kimi_K25ForConditionalGeneration": dict(LATENT, q_lora_rank=24),
+    "SarvamMLAForCausalLM": dict(LATENT),
+    "Glm4vMoeForConditionalGeneration": dict(n_routed_experts=8, first_k_dense_replace=1),
+    "Mistral4ForCausalLM": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
+    "Mistral3ForConditionalGeneration": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 

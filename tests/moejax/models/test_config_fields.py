@@ -28,14 +28,16 @@ LITE, DOTS, SOLAR, MINIMAX = "glm4_moe_lite", "dots1", "solar_open", "minimax_m2
 SHARED, HY3, EXAONE, HUNYUAN = "granitemoeshared", "hy_v3", "exaone_moe", "hunyuan_v1_moe"
 SARVAM, BAILING, QWEN_VL, KIMI = "sarvam_moe", "bailing_moe_v2", "qwen3_vl_moe", "kimi_k25"
 GPT = "gpt_oss"
-CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI)
+SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
+CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V)
+MISTRALS = MISTRAL4, MISTRAL3
 GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
-    *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GPT),
+    *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-MLA = (*DEEPSEEK, LITE, KIMI)
+MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS)
 GRANITES = GRANITE, SHARED
 
 BASE: dict[str, dict[str, Any]] = {
@@ -68,6 +70,9 @@ BASE: dict[str, dict[str, Any]] = {
     },
     KIMI: {"norm_topk_prob": False},
     GPT: {"num_hidden_layers": 24},
+    SARVAM_MLA: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
+    **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in MISTRALS},
+    GLM_V: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2, "head_dim": 128},
 }
 LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM: 46, ERNIE: 28} | {
     LITE: 47,
@@ -79,11 +84,18 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     QWEN_VL: 24,
     KIMI: 61,
     GPT: 24,
+    GLM_V: 46,
+    **dict.fromkeys(MISTRALS, 36),
 }
 """Default number of layers; 32 elsewhere."""
 
 NOT_IN_TRANSFORMERS = (BAILING,)
-MODELLED = {SARVAM: GLM, KIMI: "deepseek_v3"}
+MODELLED = {
+    SARVAM: GLM,
+    KIMI: "deepseek_v3",
+    SARVAM_MLA: "deepseek_v3",
+    MISTRAL3: MISTRAL4,
+}
 """Families whose text model is another directory of transformers'."""
 
 HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -110,7 +122,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "num_experts": (
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
-            *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GPT),
+            *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
         ),
         32,
     ),
@@ -121,22 +133,37 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "olmoe",
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
+            *(SARVAM_MLA, GLM_V, *MISTRALS),
             *(HY3, QWEN_VL, GPT),
         ),
         32,
     ),
-    "n_routed_experts": ((*CORRECTED, "deepseek_v2"), 32),
+    "n_routed_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 32),
     "moe_intermediate_size": (
-        ("qwen3_moe", "qwen2_moe", ERNIE, "deepseek_v2", HY3, EXAONE, BAILING, QWEN_VL, *CORRECTED),
+        (
+            "qwen3_moe",
+            "qwen2_moe",
+            ERNIE,
+            "deepseek_v2",
+            HY3,
+            EXAONE,
+            BAILING,
+            QWEN_VL,
+            *CORRECTED,
+            *MISTRALS,
+        ),
         96,
     ),
-    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", EXAONE, BAILING, *CORRECTED), True),
+    "norm_topk_prob": (
+        ("qwen3_moe", "olmoe", "qwen2_moe", EXAONE, BAILING, *CORRECTED, *MISTRALS),
+        True,
+    ),
     "attention_bias": (
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
-            *(*CORRECTED, GPT),
+            *(*CORRECTED, *MISTRALS, GPT),
         ),
-        True,
+        "other",
     ),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL), [3]),
@@ -150,7 +177,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "sliding_window_pattern": ((EXAONE,), "LG"),
-    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING), 3),
+    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA), 3),
     "shared_intermediate_size": ((SHARED,), 48),
     "router_scaling_factor": ((HY3,), 2.0),
     "moe_topk": ((HUNYUAN,), 3),
@@ -160,25 +187,28 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
-    "first_k_dense_replace": ((GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI), 2),
+    "first_k_dense_replace": (
+        (GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI, SARVAM_MLA, GLM_V, *MISTRALS),
+        2,
+    ),
     "mlp_layer_types": ((LITE, HY3, EXAONE), "sparse"),
     "kv_lora_rank": (MLA, 32),
     "q_lora_rank": (MLA, None),
     "qk_nope_head_dim": (MLA, 32),
     "qk_rope_head_dim": (MLA, 32),
     "v_head_dim": (MLA, 32),
-    "n_shared_experts": ((*CORRECTED, "deepseek_v2"), 3),
+    "n_shared_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 3),
     "mlp_bias": (("deepseek_v2", HY3), True),
-    "routed_scaling_factor": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING), 3.5),
+    "routed_scaling_factor": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 3.5),
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
-    "n_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING), 4),
-    "topk_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING), 3),
-    "rope_interleave": (("deepseek_v3", LITE, KIMI), False),
+    "n_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 4),
+    "topk_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 3),
+    "rope_interleave": (("deepseek_v3", LITE, KIMI, SARVAM_MLA, *MISTRALS), False),
     "embedding_multiplier": (GRANITES, 12.0),
     "attention_multiplier": (GRANITES, 0.015625),
     "residual_multiplier": (GRANITES, 0.22),
     "logits_scaling": (GRANITES, 6.0),
-    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING), 0.25),
+    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V), 0.25),
     "rotary_dim": ((MINIMAX, BAILING), 32),
     "use_qk_norm": ((GLM, SARVAM, BAILING), "other"),
     "use_bias": ((ERNIE,), True),
@@ -208,7 +238,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "sliding_window": {
         (
             *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
-            *(HY3, HUNYUAN, SARVAM, BAILING),
+            *(HY3, HUNYUAN, SARVAM, BAILING, GLM_V),
         ): (
             64,
             "sliding_window 64 is not implemented",
@@ -228,9 +258,11 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         ("deepseek_v2",): ("noaux_tc", "topk_method 'noaux_tc' .*only 'greedy'"),
         CORRECTED: ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
     },
-    "moe_layer_freq": {(*DEEPSEEK, KIMI): (2, "moe_layer_freq 2 is not implemented")},
+    "moe_layer_freq": {(*DEEPSEEK, KIMI, SARVAM_MLA): (2, "moe_layer_freq 2 is not implemented")},
     "partial_rotary_factor": {
-        tuple(kind for kind in KINDS if kind not in (GLM, MINIMAX, SARVAM, BAILING)): (
+        tuple(
+            kind for kind in KINDS if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS)
+        ): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
         ),
@@ -244,7 +276,13 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "use_cla": {(HUNYUAN,): (True, "use_cla True is not implemented")},
     "num_shared_expert": {(HUNYUAN,): ([2] * 32, "num_shared_expert 2 is not implemented")},
     "use_mixed_mlp_moe": {(HUNYUAN,): (False, "use_mixed_mlp_moe False is not implemented")},
-    "use_qk_norm": {(MINIMAX, HUNYUAN): (False, "use_qk_norm False is not implemented")},
+    "original_max_position_embeddings": {
+        MISTRALS: (4096, "contradicting values of original_max_position_embeddings")
+    },
+    "use_qk_norm": {
+        (GLM_V,): (True, "use_qk_norm True is not"),
+        (MINIMAX, HUNYUAN): (False, "use_qk_norm False is not implemented"),
+    },
     "use_routing_bias": {(MINIMAX,): (False, "use_routing_bias False is not implemented")},
     "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
     "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
@@ -285,12 +323,15 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "sep_token_id": 5,
 }
 NOT_ALWAYS = {
+    "partial_rotary_factor": MISTRALS,  # qk_rope_head_dim says it
     "head_dim": MLA,  # transformers overwrites it by qk_rope_head_dim
     "router_jitter_noise": ("mixtral", MINIMAX),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
     "hidden_act": (GPT,),  # its clamped SwiGLU has a sigmoid of its own
-    "original_max_position_embeddings": KINDS,  # of scaled ropes, see test_rope
+    "original_max_position_embeddings": tuple(
+        kind for kind in KINDS if kind not in MISTRALS
+    ),  # of scaled ropes, see test_rope
 }
 """Fields without effect in these families."""
 
@@ -326,7 +367,7 @@ def reads(text: str) -> set[str]:
 
 def text_part(source: str, kind: str) -> str:
     """The classes of the text model, where a file has others beside it."""
-    if kind != QWEN_VL:
+    if kind not in (QWEN_VL, GLM_V):
         return source
     return "\nclass ".join(part for part in source.split("\nclass ") if "Text" in part[:40])
 
@@ -339,7 +380,7 @@ def test_every_field_of_the_model_is_known(kind):
         pytest.skip("it has the code of its own checkpoints alone")
     models, modelled = sources() / "models", MODELLED.get(kind, kind)
     found = reads(text_part((models / modelled / f"modeling_{modelled}.py").read_text(), kind))
-    kind_of_config = modelled if kind == KIMI else kind
+    kind_of_config = modelled if kind in WRAPPERS else kind
     directory = models / kind_of_config
     config = text_part((directory / f"configuration_{kind_of_config}.py").read_text(), kind)
     aliases = "".join(ALIAS.findall(config))
@@ -355,6 +396,8 @@ def plain(kind: str, **fields: Any) -> dict[str, Any]:
     found = {**BASE.get(kind, {}), **fields}
     if kind not in WRAPPERS:
         return {"model_type": kind, **found}
+    if kind == MISTRAL3:
+        found = {"model_type": MISTRAL4, **found}
     outside = {name: found.pop(name) for name in ("tie_word_embeddings",) if name in found}
     return {"model_type": kind, "text_config": found, **outside}
 
@@ -369,14 +412,19 @@ def test_honoured_field_changes_the_computation(kind, field):
         (KIMI, "tie_word_embeddings"): False,
         (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
-        **dict.fromkeys(((kind, "num_attention_heads") for kind in (SOLAR, HY3, SARVAM, GPT)), 32),
+        (MISTRAL3, "tie_word_embeddings"): False,
+        (SARVAM_MLA, "q_lora_rank"): 64,
+        **dict.fromkeys(
+            ((kind, "num_attention_heads") for kind in (SOLAR, HY3, SARVAM, SARVAM_MLA, GPT)), 32
+        ),
     }
     value = others.get((kind, field), HONOURED[field][1])
     if field == "mlp_layer_types":
         value = ["sparse"] * LAYERS.get(kind, 32)
     if field == "layer_types" and kind == EXAONE:
         value = ["full_attention"] * 8 + value
-    value = False if value == "other" else value
+    if value == "other":
+        value = not (kind == GLM_V or field == "use_qk_norm")
     assert parse_config(plain(kind, **{**base, field: value})) != parse_config(plain(kind, **base))
 
 
@@ -397,10 +445,10 @@ def test_refused_field_is_named(kind, field, value, message):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_fields_change_nothing(kind):
+    values = {"head_dim": 40, "router_jitter_noise": 0.5, "hidden_act": "gelu"}
+    values |= {"partial_rotary_factor": 0.5}
     fields = WITHOUT_EFFECT | {
-        name: {"head_dim": 40, "router_jitter_noise": 0.5, "hidden_act": "gelu"}.get(name, 4096)
-        for name, kinds in NOT_ALWAYS.items()
-        if kind in kinds
+        name: values.get(name, 4096) for name, kinds in NOT_ALWAYS.items() if kind in kinds
     }
     assert parse_config(plain(kind, **fields)) == parse_config(plain(kind))
 
@@ -441,12 +489,18 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
     kind = family.model_type
     if kind in NOT_IN_TRANSFORMERS:
         pytest.skip("it has no model class")
-    name = "Glm4MoeForCausalLM" if kind == SARVAM else family.architecture
+    configured = {SARVAM: "Glm4MoeForCausalLM", SARVAM_MLA: "DeepseekV3ForCausalLM"}
+    name = configured.get(kind, family.architecture)
     given = {k: v for k, v in plain(kind).items() if k != "model_type"}
     with torch.device("meta"):
         config = getattr(transformers, _config_class(family))(**given)
         model = getattr(transformers, name)._from_config(config)
-    for vision in ("visual", "vision_tower", "mm_projector"):  # of wrappers the text model runs
+    for vision in (
+        "visual",
+        "vision_tower",
+        "mm_projector",
+        "multi_modal_projector",
+    ):  # of wrappers the text model runs
         if hasattr(model.model, vision):
             delattr(model.model, vision)
     corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]

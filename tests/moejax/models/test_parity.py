@@ -39,6 +39,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 
 LONGROPE = {
@@ -342,6 +344,29 @@ CASES = {
         {"expert_budget": "50%"},
         family="Qwen3VLMoe",
     ),
+    "Sarvam with latent attention: yarn": Case(
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"expert_budget": "50%"},
+        family="SarvamMLA",
+    ),
+    "Mistral Small 4: queries by position, groups of a softmax": Case(
+        {"rope_parameters": GROWING}, {"expert_budget": "50%"}, family="Mistral4"
+    ),
+    "Mistral Small 4 with images": Case(
+        {"rope_parameters": GROWING}, {"expert_budget": "50%"}, family="Mistral3"
+    ),
+    "GLM-4.5V: mrope in half of each head, biases, a dense layer": Case(
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+        {"expert_budget": "50%"},
+        family="Glm4vMoe",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
@@ -519,6 +544,10 @@ WRONG = {
     "SarvamMoE": _one_pair_at_rest,
     "Qwen3VLMoe": _text_pair_at_rest,
     "Kimi_K25": _text_pair_at_rest,
+    "SarvamMLA": _one_pair_at_rest,
+    "Glm4vMoe": _text_pair_at_rest,
+    "Mistral4": _one_pair_at_rest,
+    "Mistral3": _text_pair_at_rest,
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
 
