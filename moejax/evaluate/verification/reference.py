@@ -111,7 +111,7 @@ class Reference:
             )
         if config.swiglu is not None or config.expert_bias:
             raise UserError(
-                f"verify has no reference for the clamped or biased experts of {config.architecture}"
+                f"verify has no reference for experts with biases or clamps ({config.architecture})"
             )
         self.config, self._tensors = config, tensors
         frequencies, self._factor = inverse_frequencies(config.rope, config.rotary_dim)
