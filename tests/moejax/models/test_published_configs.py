@@ -15,6 +15,7 @@ from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
 from moejax.models.quantization import Quantization, Scheme
 from moejax.models.rope import Rope
+from moejax.start.report.model_info import model_info
 from pallas_kernels.expert_ffn import ClampedSwiGLU
 
 
@@ -131,3 +132,21 @@ def test_phi_takes_its_long_factors_in_an_engine_of_more_tokens():
     rope = parse_config(FILES["Phi-3.5-MoE"]).rope
     assert (rope.short_factor, rope.long_factor) == ((1.0,) * 64, tuple(range(1, 65)))
     assert not rope.for_length(4096).long and rope.for_length(4097).long
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+def test_info_counts_the_parameters_that_transformers_counts(name):
+    """On the meta device, corrections of the router included."""
+    import torch
+    import transformers
+
+    raw = dict(FILES[name])
+    ours = model_info(parse_config(raw)).total_parameters
+    config = transformers.AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    corrections = [b for key, b in model.named_buffers() if key.endswith("correction_bias")]
+    assert ours == sum(p.numel() for p in [*model.parameters(), *corrections])
