@@ -19,6 +19,7 @@ _DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """The dtypes that scales may have."""
@@ -37,22 +38,31 @@ class QuantizedMatrix:
     scales: np.ndarray
     """[⌈out/across⌉, groups], of the dtype that the encoding names."""
     encoding: Encoding
+    zeros: np.ndarray | None = None
+    """uint8, shaped as the scales, if the encoding has zeros."""
+    whole: np.ndarray | None = None
+    """float32[1], if the encoding has a number for the whole matrix."""
 
     def rows(self, rows: slice) -> QuantizedMatrix:
         """Some rows of the matrix: neighbours or, if each row has its own scales, every n-th.
         Raises QuantizedError where rows before the first one share its scale."""
-        across = self.encoding.across
-        if across == 1:
-            return dataclasses.replace(self, codes=self.codes[rows], scales=self.scales[rows])
-        if rows.step or rows.start % across:
-            raise QuantizedError(f"has scales of {across} rows that are of gate and of up")
-        scales = slice(rows.start // across, -(-rows.stop // across))
-        return dataclasses.replace(self, codes=self.codes[rows], scales=self.scales[scales])
+        across, scales = self.encoding.across, rows
+        if across > 1:
+            if rows.step or rows.start % across:
+                raise QuantizedError(f"has scales of {across} rows that are of gate and of up")
+            scales = slice(rows.start // across, -(-rows.stop // across))
+        zeros = None if self.zeros is None else self.zeros[scales]
+        return dataclasses.replace(
+            self, codes=self.codes[rows], scales=self.scales[scales], zeros=zeros
+        )
 
     def check(self, dtype: np.dtype) -> None:
         """Raises QuantizedError for codes or scales that are not finite, and for scales with which
         weights may be infinite in `dtype`, the run's."""
-        bad, scales = ~np.isfinite(self.encoding.values), self.scales.astype(np.float32)
+        with np.errstate(all="ignore"):
+            bad, scales = ~np.isfinite(self.encoding.values), self._scaled(self.scales)
+        if self.whole is not None and not (np.isfinite(self.whole) & (self.whole != 0)).all():
+            raise QuantizedError(f"has a scale of all scales that is {self.whole[0]:g}")
         if not np.isfinite(scales).all():
             raise QuantizedError("has scales that are NaN or infinite")
         if bad.any() and (count := np.count_nonzero(bad[self.codes])):
@@ -64,13 +74,22 @@ class QuantizedMatrix:
                 "every weight; run with dtype bfloat16 or float32"
             )
 
+    def _scaled(self, scales: np.ndarray) -> np.ndarray:
+        """float32: what codes are multiplied by, of some scales."""
+        scales = scales.astype(np.float32)
+        if self.whole is None:
+            return scales
+        return scales * self.whole if self.encoding.whole == "times" else scales / self.whole
+
     def dequantize(self, first: int, out: np.ndarray) -> None:
         """Fills `out`, float32[n, in], with the weights of n rows from `first` on."""
         last, width = first + len(out), self.codes.shape[1]
         rows = np.arange(first, last) // self.encoding.across
         columns = np.arange(width) // (self.encoding.groups[0] or width)
         np.take(self.encoding.values, self.codes[first:last], out=out)
-        out *= self.scales[rows].astype(np.float32)[:, columns]
+        if self.zeros is not None:
+            out -= self.zeros[rows].astype(np.float32)[:, columns]
+        out *= self._scaled(self.scales[rows])[:, columns]
         if self.encoding.product is not None:
             out[:] = out.astype(_DTYPES[self.encoding.product])
 
@@ -82,6 +101,10 @@ class QuantizedMatrix:
         """
         down = matrix == "down"
         put_values(self.scales.T if down else self.scales, parts["scales"])
+        if self.zeros is not None:
+            put_values(self.zeros.T if down else self.zeros, parts["zeros"])
+        if self.whole is not None:
+            put_values(self.whole, parts["global"])
         packed = np.ascontiguousarray(self.codes.T if down else self.codes)
         pack(packed, self.encoding.bits, down, parts["codes"].reshape(-1))
 

@@ -28,97 +28,199 @@ Shape = tuple[int, ...]
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _PER_WORD = 32
-"""Bits of the words into which pack-quantized packs its codes."""
+"""Bits of the words into which codes are packed."""
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word AWQ has the codes of eight consecutive rows."""
 
 
-def _as_they_are(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+def _as_they_are(codes: np.ndarray, bits: int) -> np.ndarray:
     return codes.view(np.uint8)
 
 
-def _offset(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+def _offset(codes: np.ndarray, bits: int) -> np.ndarray:
     """Codes from 0 to 255 of signed 8-bit integers."""
     return codes.view(np.uint8) ^ np.uint8(0x80)
 
 
-def _nibbles(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+def _nibbles(codes: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks two codes from each byte, the lower half first."""
-    return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :width]
+    return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
 
 
-def _words(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+def _words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks eight 4-bit or four 8-bit codes from each 32-bit word, the lowest bits first."""
-    whole = codes.view("<i4").view(np.uint8)
-    return whole[:, :width] if encoding.bits == 8 else _nibbles(whole, encoding, width)
+    whole = np.ascontiguousarray(codes).view("<i4").view(np.uint8)
+    return whole if bits == 8 else _nibbles(whole, bits)
+
+
+def _turned_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The transpose, with words along the first axis."""
+    return _words(codes.T, bits).T
+
+
+def _awq(codes: np.ndarray, bits: int) -> np.ndarray:
+    found = _words(codes, bits).reshape(len(codes), -1, len(_AWQ_ORDER))
+    return found[..., _AWQ_ORDER].reshape(len(codes), -1)
+
+
+def _gptq_zeros(zeros: np.ndarray, bits: int) -> np.ndarray:
+    """The first version of GPTQ stores zeros less 1, subtracted from words as integers."""
+    ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    return _words(zeros.view(np.uint32) + ones, bits)
+
+
+def _one(bits: int) -> int:
+    return 1
+
+
+def _two(bits: int) -> int:
+    return 2
+
+
+def _in_words(bits: int) -> int:
+    return _PER_WORD // bits
+
+
+Tensor = tuple[str, tuple[str, ...]]
+"""What the tensor's name ends with, and the dtypes that it may have."""
+Unpack = Callable[[np.ndarray, int], np.ndarray]
+"""unpack(values as stored, bits of a code) → uint8 of the same axes, one code in each element."""
 
 
 class Layout(NamedTuple):
-    """How a quantized matrix, or a stack of them, is stored. The names of its tensors begin alike;
-    fields are what follows."""
+    """How a quantized matrix, or a stack of them, is stored. The names of its tensors begin
+    alike."""
 
-    codes: str
-    """The name of the tensor of codes."""
-    scales: str
-    dtypes: Mapping[str, tuple[str, ...]]
-    """Name → the dtypes that the tensor may have."""
-    unpack: Callable[[np.ndarray, Encoding, int], np.ndarray] = _as_they_are
-    """(codes as stored, encoding, width of a row) → uint8[rows, width]."""
-    pack: Callable[[int, int], int] = lambda width, bits: width
-    """(width of a row, bits of a code) → how many stored values hold a row of codes."""
-    shapes: tuple[str, ...] = ()
-    """The names of tensors that hold the matrix's shape."""
+    codes: Tensor
+    scales: Tensor
+    unpack: Unpack = _as_they_are
+    per: Callable[[int], int] = _one
+    """Bits of a code → how many codes are packed into a value."""
+    turned: bool = False
+    """Whether tensors are transposed: [in, out]."""
+    packed: int = 1
+    """The axis of the stored codes along which they are packed."""
+    zeros: Tensor | None = None
+    """Codes that mean 0, packed along the axis of `out`, if the format has them."""
+    unpack_zeros: Unpack = _as_they_are
+    whole: Tensor | None = None
+    """A number with which all scales of the matrix are multiplied or divided."""
+    shape: Tensor | None = None
+    """Holds the matrix's shape."""
+    order: Tensor | None = None
+    """Holds the group of each column."""
+    unused: tuple[str, ...] = ()
+    """Tensors that may be there, about activations and KV."""
     name: str = ".weight"
-    """The name of the matrix that the tensors are read as."""
+    """The end of the name of the matrix that the tensors are read as."""
     blocks: int = 0
     """Codes have one more axis, of this size; 0: they have not."""
 
+    @property
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """Name → dtypes of each tensor that a matrix has."""
+        every = self.codes, self.scales, self.zeros, self.whole, self.shape, self.order
+        return dict(tensor for tensor in every if tensor is not None)
+
+    def matrix_shape(self, codes: Shape, bits: int) -> Shape:
+        """The shape [out, in] of a matrix whose codes are stored in this shape, with the padding of
+        the last word, if any; or [n, out, in] of a stack."""
+        *stack, rows, columns = codes
+        found = [rows, columns]
+        found[self.packed] *= self.per(bits)
+        return *stack, *(found[::-1] if self.turned else found)
+
+    def scale_shape(self, shape: Shape, encoding: Encoding) -> Shape:
+        """The shape in which the scales of a matrix of this shape are stored."""
+        *stack, out, into = shape
+        found = -(-out // encoding.across), -(-into // (encoding.groups[0] or into))
+        return *stack, *(found[::-1] if self.turned else found)
+
+    def zero_shape(self, scales: Shape, bits: int) -> Shape:
+        """The shape in which zeros are stored.
+
+        - `scales`: that of the scales.
+        """
+        found = [*scales]
+        axis = -1 if self.turned else -2
+        found[axis] = -(-found[axis] // self.per(bits))
+        return tuple(found)
+
+
+_INT32, _F8 = ("int32",), ("float8_e4m3fn",)
 
 LAYOUTS: dict[str, Layout] = {
-    "fp8": Layout(
-        "",
-        "_scale_inv",
-        {"": ("float8_e4m3fn",), "_scale_inv": (*_FLOATS, "float8_e8m0fnu")},
-        name="",
-    ),
+    "fp8": Layout(("", _F8), ("_scale_inv", (*_FLOATS, "float8_e8m0fnu")), name=""),
     "mxfp4": Layout(
-        BLOCKS,
-        "_scales",
-        {BLOCKS: ("uint8",), "_scales": ("uint8", "float8_e8m0fnu")},
+        (BLOCKS, ("uint8",)),
+        ("_scales", ("uint8", "float8_e8m0fnu")),
         _nibbles,
-        lambda width, bits: width * bits // 8,
+        _two,
         name=BLOCKS,
         blocks=16,
     ),
-    "float-quantized": Layout(
-        ".weight",
-        ".weight_scale",
-        {".weight": ("float8_e4m3fn",), ".weight_scale": _FLOATS},
-    ),
+    "float-quantized": Layout((".weight", _F8), (".weight_scale", _FLOATS)),
     "int-quantized": Layout(
-        ".weight",
-        ".weight_scale",
-        {".weight": ("int8",), ".weight_scale": _FLOATS},
+        (".weight", ("int8",)),
+        (".weight_scale", _FLOATS),
         _offset,
+        zeros=(".weight_zero_point", ("int8",)),
+        unpack_zeros=_offset,
     ),
     "pack-quantized": Layout(
-        ".weight_packed",
-        ".weight_scale",
-        {
-            ".weight_packed": ("int32",),
-            ".weight_scale": _FLOATS,
-            ".weight_shape": ("int32", "int64"),
-        },
+        (".weight_packed", _INT32),
+        (".weight_scale", _FLOATS),
         _words,
-        lambda width, bits: -(-width * bits // _PER_WORD),
-        (".weight_shape",),
+        _in_words,
+        zeros=(".weight_zero_point", _INT32),
+        unpack_zeros=_turned_words,
+        shape=(".weight_shape", ("int32", "int64")),
     ),
     "mxfp4-pack-quantized": Layout(
-        ".weight_packed",
-        ".weight_scale",
-        {".weight_packed": ("uint8",), ".weight_scale": ("uint8", "float8_e8m0fnu")},
+        (".weight_packed", ("uint8",)),
+        (".weight_scale", ("uint8", "float8_e8m0fnu")),
         _nibbles,
-        lambda width, bits: -(-width * bits // 8),
+        _two,
+    ),
+    "nvfp4-pack-quantized": Layout(
+        (".weight_packed", ("uint8",)),
+        (".weight_scale", _F8),
+        _nibbles,
+        _two,
+        whole=(".weight_global_scale", ("float32",)),
+        unused=(".input_global_scale",),
+    ),
+    "modelopt": Layout(
+        (".weight", ("uint8",)),
+        (".weight_scale", _F8),
+        _nibbles,
+        _two,
+        whole=(".weight_scale_2", ("float32",)),
+        unused=(".input_scale", ".k_scale", ".v_scale"),
+    ),
+    "awq": Layout(
+        (".qweight", _INT32),
+        (".scales", _FLOATS),
+        _awq,
+        _in_words,
+        turned=True,
+        zeros=(".qzeros", _INT32),
+        unpack_zeros=_awq,
+    ),
+    "gptq": Layout(
+        (".qweight", _INT32),
+        (".scales", _FLOATS),
+        _turned_words,
+        _in_words,
+        turned=True,
+        packed=0,
+        zeros=(".qzeros", _INT32),
+        unpack_zeros=_gptq_zeros,
+        order=(".g_idx", _INT32),
     ),
 }
+LAYOUTS["gptq_v2"] = LAYOUTS["gptq"]._replace(unpack_zeros=_words)
 """Scheme.layout → how its matrices are stored."""
 
 _SCALES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -126,17 +228,17 @@ _SCALES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class Stored(NamedTuple):
-    """A quantized matrix: the shards and names of its codes and scales, and its shape [out, in]; or
-    a stack of them."""
+    """A quantized matrix, or a stack of them."""
 
     layout: Layout
+    base: str
+    """What the names of its tensors begin with."""
     version: str
     """The record format of its codes and scales."""
-    codes: tuple[Shard, str]
-    scales: tuple[Shard, str]
-    shape: tuple[int, ...]
-    said: tuple[tuple[Shard, str], ...]
-    """Tensors that must hold the shape."""
+    shape: Shape
+    """[out, in], or [n, out, in] of a stack."""
+    shards: Mapping[str, Shard]
+    """What a tensor's name ends with → its shard."""
 
     @property
     def encoding(self) -> Encoding:
@@ -198,23 +300,44 @@ class QuantizedReader:
         Raises UserError that names the tensor, for codes or scales that give no finite weights.
         """
         stored = self.file.matrices[name]
-        encoding = stored.encoding
+        layout, encoding = stored.layout, stored.encoding
+        out, width = stored.shape[-2:]
         try:
-            stored_codes = self._read(*stored.codes, index)
-            stored_codes = stored_codes.reshape(len(stored_codes), -1)
-            codes = stored.layout.unpack(stored_codes, encoding, stored.shape[-1])
-            scales = as_scales(self._read(*stored.scales, index), encoding)
-            matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding)
-            for shard, tensor in stored.said:
-                if (said := self._read(shard, tensor)).tolist() != [*stored.shape]:
-                    raise QuantizedError(f"has {tensor}, which says {said.tolist()}")
+            codes = self._read(stored, layout.codes, index)
+            codes = layout.unpack(codes.reshape(len(codes), -1), encoding.bits)
+            scales = as_scales(self._read(stored, layout.scales, index), encoding)
+            zeros = whole = None
+            if layout.zeros is not None and layout.zeros[0] in stored.shards:
+                zeros = self._read(stored, layout.zeros, index)
+                zeros = layout.unpack_zeros(zeros, encoding.bits)
+                zeros = zeros[: scales.shape[0], : scales.shape[1]]
+            if layout.turned:
+                codes, scales, zeros = codes.T, scales.T, None if zeros is None else zeros.T
+            if "zeros" not in encoding.fields and zeros is not None:
+                if (zeros != int(encoding.zero)).any():
+                    raise QuantizedError("has zero points, though config.json says symmetric")
+                zeros = None
+            if layout.whole is not None:
+                whole = self._read(stored, layout.whole).reshape(1)
+            said = [] if layout.shape is None else self._read(stored, layout.shape).tolist()
+            if layout.shape is not None and said != [out, width]:
+                raise QuantizedError(f"has {layout.shape[0]}, which says {said}")
+            if layout.order is not None:
+                groups = np.arange(width) // (encoding.groups[0] or width)
+                if (self._read(stored, layout.order) != groups).any():
+                    raise QuantizedError(
+                        "has columns ordered by activation (desc_act, in g_idx), which is not "
+                        "supported"
+                    )
+            matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding, zeros, whole)
             matrix.check(dtype)
         except QuantizedError as error:
             of = "" if index is None else f"expert {index} of "
             raise UserError(f"{self.file.path}: {of}matrix {name} {error}") from None
         return matrix
 
-    def _read(self, shard: Shard, name: str, index: int | None = None) -> np.ndarray:
+    def _read(self, stored: Stored, tensor: Tensor, index: int | None = None) -> np.ndarray:
+        shard, name = stored.shards[tensor[0]], stored.base + tensor[0]
         header = shard.tensors[name]
         shape = header.shape if index is None else header.shape[1:]
         values = np.empty(shape, np.dtype(header.dtype))
@@ -240,9 +363,9 @@ def find_quantized(
     found: dict[int, dict[str, Stored]] = {id(shard): {} for shard in shards}
     used = set()
     for scales in owner:
-        schemes = [s for s in quantization.schemes if scales.endswith(LAYOUTS[s.layout].scales)]
+        schemes = [s for s in quantization.schemes if scales.endswith(LAYOUTS[s.layout].scales[0])]
         for number, scheme in enumerate(schemes, 1):
-            base = scales.removesuffix(LAYOUTS[scheme.layout].scales)
+            base = scales.removesuffix(LAYOUTS[scheme.layout].scales[0])
             try:
                 stored = _stored(base, scheme, owner)
             except UserError:
@@ -251,9 +374,11 @@ def find_quantized(
                 continue
             name = base + stored.layout.name
             if number == len(schemes) or stored.shape == shape_of(name):
-                found[id(stored.codes[0])][name] = stored
-                used |= {base + suffix for suffix in stored.layout.dtypes}
+                found[id(stored.shards[stored.layout.codes[0]])][name] = stored
+                used |= {base + suffix for suffix in stored.shards}
                 break
+    unused = tuple(n for s in quantization.schemes for n in LAYOUTS[s.layout].unused)
+    used |= {name for name in owner if name.endswith(unused)}
     files = []
     for shard in shards:
         matrices = found[id(shard)]
@@ -270,69 +395,59 @@ def _stored(base: str, scheme: Scheme, owner: Mapping[str, Shard]) -> Stored:
     - `owner`: tensor → its shard.
     """
     layout = LAYOUTS[scheme.layout]
-    codes, scales = base + layout.codes, base + layout.scales
-    for name in (base + suffix for suffix in layout.dtypes):
+    tensors = layout.tensors
+    if layout.zeros is not None and not scheme.zeros and base + layout.zeros[0] not in owner:
+        del tensors[layout.zeros[0]]
+    codes, scales = base + layout.codes[0], base + layout.scales[0]
+    for name in (base + suffix for suffix in tensors):
         if name not in owner:
             raise UserError(f"{owner[scales].path}: tensor {scales} has no {name} beside it")
-    _check(base, layout, owner)
     for whole in ({base, f"{base}.weight"} - {codes}) & owner.keys():
         raise UserError(f"{owner[whole].path}: tensor {whole} is there beside {codes}")
+    shards = {suffix: owner[base + suffix] for suffix in tensors}
+    for suffix, dtypes in tensors.items():
+        if (dtype := shards[suffix].tensors[base + suffix].dtype) not in dtypes:
+            raise UserError(
+                f"{shards[suffix].path}: tensor {base + suffix} has dtype {dtype}; this format has "
+                f"it in {' or '.join(dtypes)}"
+            )
     version = scheme.version(_SCALES.get(owner[scales].tensors[scales].dtype, ""))
-    said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
-    places = (owner[codes], codes), (owner[scales], scales)
-    return Stored(layout, version, *places, _shape(base, layout, encoding_of(version), owner), said)
+    shape = _shape(base, layout, encoding_of(version), shards)
+    return Stored(layout, base, version, shape, shards)
 
 
-def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
-    """Raises UserError for a part of a matrix whose dtype this format does not allow, and for a
-    shape tensor that does not hold two numbers.
-
-    - `base`: what the names of its tensors begin with.
-    - `owner`: tensor → its shard.
-    """
-    for suffix, dtypes in layout.dtypes.items():
-        shard = owner[base + suffix]
-        if (dtype := shard.tensors[base + suffix].dtype) not in dtypes:
-            raise UserError(
-                f"{shard.path}: tensor {base + suffix} has dtype {dtype}; this format has it in "
-                f"{' or '.join(dtypes)}"
-            )
-        if suffix in layout.shapes and (shape := shard.tensors[base + suffix].shape) != (2,):
-            raise UserError(
-                f"{shard.path}: tensor {base + suffix} must hold two numbers, not {list(shape)}"
-            )
-
-
-def _shape(
-    base: str, layout: Layout, encoding: Encoding, owner: Mapping[str, Shard]
-) -> tuple[int, ...]:
+def _shape(base: str, layout: Layout, encoding: Encoding, shards: Mapping[str, Shard]) -> Shape:
     """The shape [out, in] of a matrix, or [n, out, in] of a stack. Raises UserError where the
-    shapes of its codes and scales do not fit together.
+    shapes of its tensors do not fit together.
 
-    - `base`: what the names of its tensors begin with.
-    - `owner`: tensor → its shard.
+    - `base`, `shards`: as in Stored.
     """
-    names = base + layout.codes, base + layout.scales
-    shard = owner[names[0]]
-    codes, scales = (owner[name].tensors[name].shape for name in names)
-    rows = codes
-    if layout.blocks and codes[-1:] == (layout.blocks,):
-        rows = *codes[:-2], math.prod(codes[-2:])
-    if len(rows) not in (2, 3) or len(scales) != len(rows) or 0 in (*codes, *scales):
+    shapes = {suffix: shard.tensors[base + suffix].shape for suffix, shard in shards.items()}
+    path, (codes, scales) = shards[layout.codes[0]].path, (layout.codes[0], layout.scales[0])
+    rows = shapes[codes]
+    if layout.blocks and rows[-1:] == (layout.blocks,):
+        rows = *rows[:-2], math.prod(rows[-2:])
+    if len(rows) not in (2, 3) or len(shapes[scales]) != len(rows) or 0 in (*rows, *shapes[scales]):
         blocks = f" and blocks of {layout.blocks} bytes" if layout.blocks else ""
         raise UserError(
-            f"{shard.path}: tensors {names[0]} and {names[1]} must have two axes, or three of a "
-            f"stack{blocks}, not the shapes {list(codes)} and {list(scales)}"
+            f"{path}: tensors {base}{codes} and {base}{scales} must have two axes, or three of a "
+            f"stack{blocks}, not the shapes {list(shapes[codes])} and {list(shapes[scales])}"
         )
-    *stack, out, stored = rows
-    group = encoding.groups[0]
-    # The stored values of a row give the width, with the padding of the last word, if any.
-    per_value = layout.pack(1 << 20, encoding.bits)
-    width = stored * (1 << 20) // per_value
-    wanted = *stack, -(-out // encoding.across), -(-width // (group or width))
-    if scales != wanted:
-        raise UserError(
-            f"{shard.path}: tensor {names[1]} has shape {list(scales)}, but {names[0]} of shape "
-            f"{list(codes)} asks for {list(wanted)} ({math.prod(wanted)} scales)"
-        )
-    return *stack, out, width
+    found = layout.matrix_shape(rows, encoding.bits)
+    wanted: dict[str, Shape] = {scales: layout.scale_shape(found, encoding)}
+    if layout.zeros is not None and layout.zeros[0] in shapes:
+        wanted[layout.zeros[0]] = layout.zero_shape(wanted[scales], encoding.bits)
+    if layout.order is not None:
+        wanted[layout.order[0]] = (found[-1],)
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise UserError(
+                f"{path}: tensor {base}{name} has shape {list(shapes[name])}, but {base}{codes} of "
+                f"shape {list(shapes[codes])} asks for {list(shape)}"
+            )
+    for tensor, count, words in ((layout.shape, 2, "two numbers"), (layout.whole, 1, "one number")):
+        if tensor is not None and math.prod(shapes[tensor[0]]) != count:
+            raise UserError(
+                f"{path}: tensor {base}{tensor[0]} must hold {words}, not {list(shapes[tensor[0]])}"
+            )
+    return found

@@ -147,12 +147,8 @@ class OpenTensor:
     ) -> int:
         """Puts the codes and scales of a quantized matrix, or of gate and up, into a record.
         Returns the bytes read."""
-        if isinstance(self.reader, QuantizedReader):
-            whole = self.reader.matrix(self.name, dtype, index)
-        else:
-            assert isinstance(self.reader, GgufReader)
-            whole = self.reader.matrix(self.name, dtype)
-        spans = sink.layout.spans
+        assert isinstance(self.reader, QuantizedReader | GgufReader)
+        whole, spans = self.reader.matrix(self.name, dtype, index), sink.layout.spans
         for number, name in enumerate(place.matrices):
             with user_errors(QuantizedError, where=f"{self.file.path}: matrix {self.name} "):
                 matrix = whole.rows(place.rows(number))

@@ -28,6 +28,8 @@ class Scheme:
     pallas_kernels.records.encoding.read_name."""
     scale: str | None = None
     """The name's part that says what a scale is; None: it depends on the dtype of the scales."""
+    zeros: bool = False
+    """Whether weights that share a scale also share the code that means 0."""
     targets: tuple[str, ...] = ()
     """The modules that config.json names; whether a matrix is in this format, its tensors say."""
 
@@ -36,7 +38,7 @@ class Scheme:
 
         - `scale`: the part for scales of their dtype.
         """
-        return f"{self.codes}-{self.scale or scale}"
+        return f"{self.codes}-{self.scale or scale}{'-zero' if self.zeros else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +159,12 @@ def _compressed_group(weights: _Table, format_: Any) -> Scheme:
     weights.only("type", kind)
     bits = weights.only("num_bits", *sizes)
     weights.only("dynamic", False)
-    weights.only("symmetric", True)
+    symmetric = weights.only("symmetric", True, *([False] if kind == "int" else []))
     weights.only("actorder", None, False, "weight", "static")
     strategy = weights.values.get("strategy")
     if strategy == "channel":
         group = "channel"
-    elif strategy == "group":
+    elif strategy == "group" or (strategy, format_) == ("tensor_group", "nvfp4-pack-quantized"):
         group = f"{weights.group(weights.values.get('group_size'))}"
     elif strategy == "block" and isinstance(block := weights.values.get("block_structure"), list):
         if len(block) != 2:
@@ -171,13 +173,52 @@ def _compressed_group(weights: _Table, format_: Any) -> Scheme:
         group = f"{into}x{out}"
     else:
         raise weights.refuse(f"strategy is {shown(strategy)}")
-    scale = None
-    if format_ == "mxfp4-pack-quantized":
-        if group != "32":
-            raise weights.refuse(f"MXFP4 in groups of {group}")
-        scale = "e8m0"
+    size, scale = _FLOAT4.get(format_, (group, None))
+    if group != size:
+        raise weights.refuse(f"{format_} in groups of {group}")
     codes = "fp" if kind == "float" else "int"
-    return Scheme(format_, f"{codes}{bits}-{group}", scale)
+    return Scheme(format_, f"{codes}{bits}-{group}", scale, zeros=not symmetric)
+
+
+def _awq(table: _Table) -> _Found:
+    """AutoAWQ's (arXiv:2306.00978)."""
+    version = table.values.get("version")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise table.refuse(f"version is {shown(version)}")
+    table.only("zero_point", True)
+    bits = table.only("bits", 4)
+    group = table.group(table.values.get("group_size"))
+    return "awq", (Scheme("awq", f"int{bits}-{group}", zeros=True),), False
+
+
+def _gptq(table: _Table) -> _Found:
+    """AutoGPTQ's and GPTQModel's (arXiv:2210.17323)."""
+    bits, size = table.only("bits", 4, 8), table.values.get("group_size")
+    group = "channel" if size == -1 else f"{table.group(size)}"
+    # Whether columns are ordered, g_idx says.
+    table.only("desc_act", False, True)
+    symmetric = table.only("sym", True, False)
+    layout = table.only("checkpoint_format", "gptq", "gptq_v2")
+    dynamic = table.values.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+        raise table.refuse("dynamic has other settings for some modules")
+    return layout, (Scheme(layout, f"int{bits}-{group}", zeros=not symmetric),), False
+
+
+def _modelopt(table: _Table) -> _Found:
+    """NVIDIA's NVFP4."""
+    algorithm = table.values.get("quant_algo")
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        raise table.refuse(f"quant_algo is {shown(algorithm)}")
+    table.only("group_size", 16)
+    return "NVFP4", (Scheme("modelopt", "fp4-16", "e4m3xf32"),), algorithm == "NVFP4"
+
+
+_FLOAT4 = {
+    "mxfp4-pack-quantized": ("32", "e8m0"),
+    "nvfp4-pack-quantized": ("16", "e4m3divf32"),
+}
+"""Format with codes of four bits that are floats → its groups, and what its scales are."""
 
 
 _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -185,6 +226,7 @@ _COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "int-quantized": ("int", (8,)),
     "float-quantized": ("float", (8,)),
     "mxfp4-pack-quantized": ("float", (4,)),
+    "nvfp4-pack-quantized": ("float", (4,)),
 }
 """Format of compressed-tensors → what its codes are, and bits that they may have."""
 
@@ -192,4 +234,7 @@ _METHODS: dict[str, Callable[[_Table], _Found]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
 }

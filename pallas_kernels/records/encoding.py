@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,11 @@ class Encoding:
     across: int = 1
     """Weights along the other axis that share it."""
     scale: str = "float16"
-    """What scales are: "float16", "bfloat16", "float32", or "float8_e8m0fnu", powers of two."""
+    """What scales are: "float16", "bfloat16", "float32", "float8_e4m3fn", or "float8_e8m0fnu",
+    powers of two."""
+    whole: str | None = None
+    """With the field `global`, a float32 for the whole matrix: "times", a scale is multiplied by
+    it; "over", it is divided by it."""
     product: str | None = None
     """What code times scale is rounded to before the run's dtype; None: nothing."""
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
@@ -101,41 +106,51 @@ GGUF = {
 }
 """Formats of GGUF files, by ggml's names of them."""
 
+_ZEROS = ("codes", "scales", "zeros")
+_GLOBAL = ("codes", "scales", "global")
+
 _CODES = {
     "fp8": Encoding(bits=8, value=float8_value, largest=448.0),
     "fp4": Encoding(bits=4, value=float4_value, largest=6.0),
     "int8": Encoding(bits=8, zero=128.0, largest=128.0),
     "int4": Encoding(bits=4, zero=8.0, largest=8.0),
 }
-_SCALES = {
-    "f32": ("float32", None),
-    "bf16": ("bfloat16", "bfloat16"),
-    "f16": ("float16", "float16"),
-    "e8m0": ("float8_e8m0fnu", None),
+_SCALES: dict[str, dict[str, Any]] = {
+    "f32": {"scale": "float32"},
+    "bf16": {"scale": "bfloat16", "product": "bfloat16"},
+    "f16": {"scale": "float16", "product": "float16"},
+    "e8m0": {"scale": "float8_e8m0fnu"},
+    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times"},
+    "e4m3divf32": {
+        "scale": "float8_e4m3fn",
+        "fields": _GLOBAL,
+        "whole": "over",
+        "product": "bfloat16",
+    },
 }
 _NAME = re.compile(
-    rf"({'|'.join(_CODES)})-(?:channel|([1-9]\d*)(?:x([1-9]\d*))?)-({'|'.join(_SCALES)})"
+    rf"({'|'.join(_CODES)})-(?:channel|([1-9]\d*)(?:x([1-9]\d*))?)-({'|'.join(_SCALES)})(-zero)?"
 )
 
 
 @functools.cache
 def read_name(name: str) -> Encoding | None:
     """The format of weights that others quantized, by its name: the codes, how many weights along
-    the reduced axis share a scale ("channel": all) and how many along the other one, and what the
-    scale is, as in `fp8-128x128-f32`, `fp4-32-e8m0`, `int4-32-bf16`, `int8-channel-f16`. A product
-    with a scale of 16 bits is rounded to the scale's dtype, as those who wrote it round it. Formats
-    of GGUF have ggml's names, such as `q8_0`. None: no such name."""
+    the reduced axis share a scale ("channel": all) and how many along the other one, what the scale
+    is, and "zero" where as many weights share the code that means 0; as in `fp8-128x128-f32`,
+    `fp4-32-e8m0`, `fp4-16-e4m3xf32`, `int8-channel-f16`, `int4-128-f16-zero`. A product is rounded
+    to what those who wrote the weights round it to. Formats of GGUF have ggml's names,
+    such as `q8_0`. None: no such name."""
     if name in GGUF:
         return GGUF[name]
     if (found := _NAME.fullmatch(name)) is None:
         return None
-    code, group, across, scale = found.groups()
-    dtype, product = _SCALES[scale]
-    return dataclasses.replace(
-        _CODES[code],
-        fields=SCALED,
-        groups=(int(group or WHOLE),),
-        across=int(across or 1),
-        scale=dtype,
-        product=product,
-    )
+    code, group, across, scale, zero = found.groups()
+    if zero and (_CODES[code].value is not None or "fields" in _SCALES[scale]):
+        return None
+    made = {"fields": SCALED, "groups": (int(group or WHOLE),), "across": int(across or 1)}
+    encoding = dataclasses.replace(_CODES[code], **(made | _SCALES[scale]))
+    if not zero:
+        return encoding
+    most = float((1 << encoding.bits) - 1)
+    return dataclasses.replace(encoding, fields=_ZEROS, zero=0.0, largest=most)

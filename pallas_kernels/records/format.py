@@ -24,6 +24,9 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
     The parts of int8 and int4. A code is a float of 8 or 4 bits (e4m3, e2m1) or an integer. A scale
     is for `group` weights of the reduced axis of `across` consecutive others: of gate and up
     ``[⌈I/across⌉, groups_in]``, of down^T ``[groups_out, ⌈D/across⌉]``, bytes one after the other.
+    With "-zero", ``gate_zeros``, ``up_zeros`` and ``down_zeros`` follow, a byte for each scale: the
+    code that means 0. With e4m3 scales ``gate_global``, ``up_global`` and ``down_global`` follow,
+    each a float32 with which all scales of the matrix are multiplied (x) or divided (div).
 
 `int4-32-bf16+int4-32-bf16+int8-32-bf16` … (gate, up and down in formats of their own)
     For each field that some of the matrices have, the parts of these matrices.
@@ -108,7 +111,13 @@ BLOCK = 32
 ESCAPE = 15
 """lossless12's code for a weight in the table."""
 
-SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e8m0fnu": 1}
+SCALE_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e8m0fnu": 1,
+}
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -304,6 +313,10 @@ def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
         case "scales":
             itemsize = SCALE_BYTES[fmt.encodings[matrix].scale]
             return -(-math.prod(fmt.scale_shape(matrix)) * itemsize // (2 * fmt.hidden))
+        case "zeros":
+            return -(-math.prod(fmt.scale_shape(matrix)) // (2 * fmt.hidden))
+        case "global":
+            return -(-2 // fmt.hidden)
         case "tables":
             return -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
     raise ValueError(f"records have no field {field!r}")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.records.encoding import float8_value
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 
@@ -80,37 +81,54 @@ def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """[I, D] of the run's dtype."""
     encoding = fmt.encodings[matrix]
     codes = _codes(record, fmt, matrix, "codes", encoding.bits)
-    values = (
-        codes.astype(jnp.float32) - encoding.zero
-        if encoding.value is None
-        else encoding.value(codes)
-    )
-    product = values * _scales(record, fmt, matrix)
+    values = codes.astype(jnp.float32) if encoding.value is None else encoding.value(codes)
+    if "zeros" in encoding.fields:
+        values -= _of_weights(_bytes(record, fmt, f"{matrix}_zeros"), fmt, matrix)
+    elif encoding.value is None:
+        values -= encoding.zero
+    product = values * _of_weights(_scales(record, fmt, matrix), fmt, matrix)
     if encoding.product is not None:
         product = product.astype(encoding.product)
     return product.astype(fmt.dtype)
 
 
-def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
-    """float32[I, D]: the scale of each weight of a matrix."""
-    first, rows = fmt.parts[f"{matrix}_scales"]
-    encoding, shape = fmt.encodings[matrix], fmt.scale_shape(matrix)
-    dtype = jnp.dtype(encoding.scale)
+def _bytes(record: jax.Array, fmt: RecordFormat, name: str) -> jax.Array:
+    """uint8: the bytes of a part."""
+    first, rows = fmt.parts[name]
     bits = record[first : first + rows].reshape(-1)
-    if dtype.itemsize == 4:
-        bits = bits.reshape(-1, 2)
-    scales = lax.bitcast_convert_type(bits, dtype if dtype.itemsize > 1 else jnp.uint8)
-    scales = scales.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
-    if dtype.itemsize == 1:  # XLA knows the dtype on few devices: a float32's exponent
-        exponents = scales.astype(jnp.uint32)
-        scales = lax.bitcast_convert_type(
-            jnp.where(exponents, exponents << 23, 1 << 22), jnp.float32
-        )
-    group, across = fmt.group_of(matrix), encoding.across
-    each = (group, across) if matrix == "down" else (across, group)
+    return lax.bitcast_convert_type(bits, jnp.uint8).reshape(-1)
+
+
+def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """float32: the scales of a matrix, and what fills their part up."""
+    encoding, stored = fmt.encodings[matrix], _bytes(record, fmt, f"{matrix}_scales")
+    if encoding.scale == "float8_e8m0fnu":  # XLA knows it on few devices: a float32's exponent
+        exponents = stored.astype(jnp.uint32)
+        return lax.bitcast_convert_type(jnp.where(exponents, exponents << 23, 1 << 22), jnp.float32)
+    if encoding.scale == "float8_e4m3fn":
+        scales = float8_value(stored)
+    else:
+        dtype = jnp.dtype(encoding.scale)
+        stored = stored.reshape(-1, dtype.itemsize)
+        scales = lax.bitcast_convert_type(stored, dtype).astype(jnp.float32)
+    if encoding.whole is None:
+        return scales
+    one = lax.bitcast_convert_type(_bytes(record, fmt, f"{matrix}_global")[:4], jnp.float32)
+    return scales * one if encoding.whole == "times" else scales / one
+
+
+def _of_weights(values: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """float32[I, D]: for each weight of a matrix the value of its group.
+
+    - `values`: flat, as many as the matrix has scales, or more.
+    """
+    shape = fmt.scale_shape(matrix)
+    each = values[: shape[0] * shape[1]].reshape(shape)
+    group, across = fmt.group_of(matrix), fmt.encodings[matrix].across
+    repeats = (group, across) if matrix == "down" else (across, group)
     for axis, size in enumerate((fmt.width, fmt.hidden)):
-        scales = lax.slice_in_dim(jnp.repeat(scales, each[axis], axis=axis), 0, size, axis=axis)
-    return scales.astype(jnp.float32)
+        each = lax.slice_in_dim(jnp.repeat(each, repeats[axis], axis=axis), 0, size, axis=axis)
+    return each.astype(jnp.float32)
 
 
 def _decode_lossless(record: jax.Array, fmt: RecordFormat) -> jax.Array:

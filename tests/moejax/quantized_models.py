@@ -39,6 +39,7 @@ def _compressed(format_: str, **weights: Any) -> tuple[dict[str, Any], Callable[
         scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
         compressor = BaseCompressor.get_value_from_registry(format_)
         size = weights.get("group_size") or weight.shape[1]
+        zeros: Tensors = {}
         if weights["strategy"] == "block":
             rows, size = weights["block_structure"]
             padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % rows))
@@ -51,7 +52,15 @@ def _compressed(format_: str, **weights: Any) -> tuple[dict[str, Any], Callable[
         scales = (most / largest).to(torch.bfloat16)
         if "mxfp4" in format_:
             scales = 2 ** torch.floor(torch.log2(scales))
-        made = {"weight": weight.to(torch.bfloat16), "weight_scale": scales}
+        if "nvfp4" in format_:
+            zeros["weight_global_scale"] = (448 / scales.max()).reshape(1).float()
+            scales = (scales * zeros["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+        if not weights.get("symmetric", True):
+            least = weight.reshape(len(weight), -1, size).amin(2)
+            half = 1 << (weights["num_bits"] - 1)
+            zeros["weight_zero_point"] = (-half - least / scales).round().clamp(-half, half - 1)
+            zeros["weight_zero_point"] = zeros["weight_zero_point"].to(torch.int8)
+        made = {"weight": weight.to(torch.bfloat16), "weight_scale": scales, **zeros}
         stored = compressor.compress(made, scheme)
         again = compressor.decompress(dict(stored), scheme)["weight"].float()
         return {name: tensor.contiguous() for name, tensor in stored.items()}, again
@@ -59,6 +68,84 @@ def _compressed(format_: str, **weights: Any) -> tuple[dict[str, Any], Callable[
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
     config = {"quant_method": "compressed-tensors", "format": format_}
     return {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}, quantize
+
+
+def _codes(weight: Any, bits: int, size: int, symmetric: bool) -> tuple[Any, Any, Any]:
+    """Integer codes [in, out], float16 scales and zeros [groups, out], and what they mean, in the
+    dtype of the scales: (codes − zeros)·scales."""
+    import torch
+
+    groups = weight.T.reshape(-1, size, len(weight))
+    low, high, most = groups.amin(1), groups.amax(1), (1 << bits) - 1
+    if symmetric:
+        scales = (groups.abs().amax(1) * 2 / most).half()
+        zeros = torch.full_like(scales, 1 << (bits - 1))
+    else:
+        scales = ((high - low) / most).half()
+        zeros = (-low / scales).round().clamp(0, most).half()
+    codes = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, most).to(torch.int64)
+    dense = (codes - zeros[:, None].to(torch.int64)).half() * scales[:, None]
+    return (
+        codes.reshape(weight.T.shape),
+        (scales, zeros.to(torch.int64)),
+        dense.reshape(weight.T.shape).T.float().contiguous(),
+    )
+
+
+def _pack_words(codes: Any, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
+    """int32: codes along the last axis, those at `order` of each word from its lowest bits on."""
+    import torch
+
+    per = 32 // bits
+    words = codes.reshape(*codes.shape[:-1], -1, per)[..., list(order[:per])]
+    return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def _awq(size: int) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    def quantize(weight: Any) -> tuple[Tensors, Any]:
+        codes, (scales, zeros), dense = _codes(weight, 4, size, symmetric=False)
+        packed = (_pack_words(each, 4, (0, 2, 4, 6, 1, 3, 5, 7)) for each in (codes, zeros))
+        return dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True)), dense
+
+    table = {"bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+    return {"quant_method": "awq", **table}, quantize
+
+
+def _gptq(bits: int, size: int, **config: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    def quantize(weight: Any) -> tuple[Tensors, Any]:
+        import torch
+
+        width = size if size > 0 else weight.shape[1]
+        codes, (scales, zeros), dense = _codes(weight, bits, width, config["sym"])
+        packed = _pack_words(zeros, bits).view(torch.uint32).to(torch.int64)
+        if config.get("checkpoint_format") != "gptq_v2":
+            packed -= 0x11111111 if bits == 4 else 0x01010101
+        return {
+            "qweight": _pack_words(codes.T, bits).T.contiguous(),
+            "qzeros": (packed % (1 << 32)).to(torch.uint32).view(torch.int32),
+            "scales": scales,
+            "g_idx": (torch.arange(weight.shape[1]) // width).to(torch.int32),
+        }, dense
+
+    table = {"bits": bits, "group_size": size, "desc_act": False, **config}
+    return {"quant_method": "gptq", **table}, quantize
+
+
+def _nvfp4(weight: Any) -> tuple[Tensors, Any]:
+    """As NVIDIA's modelopt: a value is a code times (scale times the matrix's)."""
+    import torch
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    groups = weight.reshape(len(weight), -1, 16)
+    whole = weight.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(2) / (6 * whole)).to(torch.float8_e4m3fn)
+    each = (scales.float() * whole)[..., None]
+    codes = ((groups / each)[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    dense = (values[codes.long()] * each).reshape(weight.shape)
+    codes = codes.reshape(weight.shape)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    stored = {"weight": packed, "weight_scale": scales, "weight_scale_2": whole}
+    return {**stored, "input_scale": torch.ones(())}, dense
 
 
 _BLOCKS = {
@@ -86,9 +173,30 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[Tensors, Any]]]] 
     "fp8-16x32-bf16": _compressed(
         "float-quantized", type="float", num_bits=8, strategy="block", block_structure=[32, 16]
     ),
+    "fp4-16-e4m3divf32": _compressed(
+        "nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16
+    ),
+    "int4-16-bf16-zero": _compressed(
+        "pack-quantized",
+        type="int",
+        num_bits=4,
+        strategy="group",
+        group_size=16,
+        symmetric=False,
+    ),
+    "int8-channel-bf16-zero": _compressed(
+        "int-quantized", type="int", num_bits=8, strategy="channel", symmetric=False
+    ),
+    "awq:int4-32-f16-zero": _awq(32),
+    "gptq:int4-16-f16": _gptq(4, 16, sym=True),
+    "gptq:int4-32-f16-zero": _gptq(4, 32, sym=False),
+    "gptq_v2:int4-16-f16-zero": _gptq(4, 16, sym=False, checkpoint_format="gptq_v2"),
+    "gptq:int8-channel-f16": _gptq(8, -1, sym=True),
+    "modelopt:fp4-16-e4m3xf32": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4),
 }
-"""Record format → what config.json says, and (a matrix, float32) → its tensors, and what its
-authors' library dequantizes them to."""
+"""Record format, after who writes it where several do → what config.json says, and (a matrix,
+float32) → its tensors, and what its authors' library dequantizes them to. The packers of AWQ, GPTQ
+and modelopt follow the texts of AutoAWQ, GPTQModel and modelopt, whose own need a GPU."""
 
 
 def quantized_model(

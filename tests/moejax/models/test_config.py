@@ -56,6 +56,10 @@ def compressed(table=None, /, **changed):
     return {"quantization_config": table}
 
 
+def gptq(**changed):
+    return {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, **changed}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -66,7 +70,12 @@ def compressed(table=None, /, **changed):
         (compressed({"transform_config": {"config_groups": {"R3": {}}}}), "transform_config is"),
         (compressed({"moe_sparsity_config": {"layers": {}}}), "moe_sparsity_config is"),
         (compressed({"kv_cache_scheme": {"num_bits": 8}}), "kv_cache_scheme quantizes KV"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq.*bfloat16"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized with hqq.*bfloat16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "version is None"),
+        (gptq(dynamic={"+:.*": {"bits": 8}}), "dynamic has other settings for some modules"),
+        (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
+        (gptq(bits=3), "bits is 3"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "quant_algo is None"),
         ({"quantization_config": {}}, "quantized with an unnamed method"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
         (
@@ -84,7 +93,7 @@ def compressed(table=None, /, **changed):
             "activation_scheme is 'static'",
         ),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups must be"),
-        (compressed(symmetric=False), "weights: symmetric is False, which is not supported"),
+        (compressed(symmetric="no"), "weights: symmetric is 'no', which is not supported"),
         (compressed(actorder="group"), "weights: actorder is 'group'"),
         (compressed(num_bits=3), "weights: num_bits is 3"),
         (compressed(group_size=0), "groups of 0"),

@@ -293,7 +293,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "num_kv_shared_layers": {KINDS: (2, "num_kv_shared_layers 2 is not implemented")},
     "kv_sharing_modes": {KINDS: (["store", "reuse"], "kv_sharing_modes .* is not implemented")},
     "per_layer_config": {KINDS: ({"0": {"head_dim": 64}}, "per_layer_config .* not implemented")},
-    "quantization_config": {KINDS: ({"quant_method": "awq"}, "quantized with awq")},
+    "quantization_config": {KINDS: ({"quant_method": "hqq"}, "quantized with hqq")},
 }
 """Field → families → (a value that moejax refuses, what it says): fields that transformers reads
 and moejax implements with one value only, or that the model's own code reads."""
