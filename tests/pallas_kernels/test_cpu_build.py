@@ -98,6 +98,16 @@ def test_no_library_at_all_is_refused(monkeypatch, tmp_path):
     assert "do not load" in library._load.__wrapped__()[1]
 
 
+@NATIVE
+@pytest.mark.parametrize("size", [20, 5000, -1])
+def test_a_library_that_is_cut_short_is_refused_before_it_is_loaded(monkeypatch, tmp_path, size):
+    whole = (library.HERE / build.LIBRARY).read_bytes()
+    (tmp_path / build.LIBRARY).write_bytes(whole[:size])
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    monkeypatch.setattr(library.ctypes, "CDLL", None)
+    assert "are cut short; `python -m pallas_kernels.cpu`" in library._load.__wrapped__()[1]
+
+
 def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path):
     beside, folder = tmp_path / build.LIBRARY, tmp_path / "new"
     monkeypatch.setattr(build, "HERE", tmp_path)

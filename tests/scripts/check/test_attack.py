@@ -8,7 +8,8 @@ import pytest
 
 from moejax import SamplingParams
 from moejax.serve.batch.result_file import ResultFile
-from scripts.attacks import engine, lines, scene, worker
+from moejax.start.options import OPTIONS
+from scripts.attacks import engine, engines, lines, programs, scene, worker
 from scripts.check import attack
 from tests.scripts.check import plants
 
@@ -61,6 +62,11 @@ def test_a_whole_engine_has_no_fault(run):
     assert run(job) == {}
 
 
+def test_a_job_is_resumed_with_every_option():
+    """A new option must be drawn, or be left out for a reason."""
+    assert not OPTIONS.keys() - programs.OPTIONS.keys() - programs.APART.keys()
+
+
 # ---- planted defects
 
 
@@ -85,6 +91,13 @@ def test_finds_a_lost_line(run, monkeypatch):
 
     monkeypatch.setattr(ResultFile, "append", forgetful)
     assert "of 5 lines" in run(job)["lost"]
+
+
+def test_finds_an_output_that_is_taken_away(run, monkeypatch):
+    assert run(engines.attack_outputs) == {}
+    monkeypatch.setattr(engines, "TAKEN", (engines._truncate,))
+    monkeypatch.setattr(ResultFile, "_check_place", lambda results: None)
+    assert "ends well" in run(engines.attack_outputs)["lost"]
 
 
 def test_finds_another_bit(run, target):
