@@ -248,6 +248,8 @@ def _is_named(message: str, options: Sequence[str]) -> bool:
 def attack_ray(scene: Scene) -> None:
     """The same on Ray's workers."""
     attack_resume(scene, "--ray=local", "--workers=1", "--cores-per-worker=1")
+    # Ray's own directory, which a driver that is killed leaves.
+    shutil.rmtree(Path(os.environ["TMPDIR"], "ray"), ignore_errors=True)
 
 
 # ---- places
