@@ -137,10 +137,10 @@ INLINE void lines_soon(const uint16_t* region, int64_t first, int64_t count) {
 // 16 rows of codes of gate or up as tiles. A block of kPart elements of each is decoded four rows at a
 // time, between the products of the block before, which wait for each other. The rows after these are
 // asked for meanwhile, evenly, in the order of memory.
-template <Version version>
+template <Codes kind>
 struct Coded {
-  static constexpr bool exact = version == Version::Lossless12;
-  static constexpr int bits = version == Version::Int4 ? 4 : 8;
+  static constexpr bool exact = kind == Codes::Lossless12;
+  static constexpr int bits = kind == Codes::Int4 ? 4 : 8;
   const Format& f;
   int64_t to, ready = -1, count;
   const uint16_t *codes, *extra, *table[kSide], *next, *next_extra;
@@ -151,8 +151,8 @@ struct Coded {
       : f(format), to(end), count(least(rows - offset, kSide)) {
     const int64_t row = first + offset;
     const int64_t size = f.hidden * bits / 16, more = exact ? f.hidden / 4 : f.hidden / kPart;
-    const auto codes_at = [&](int m, int64_t r) { return record + f.codes[m] * f.hidden + r * size; };
-    const auto extra_at = [&](int m, int64_t r) { return record + f.extra[m] * f.hidden + r * more; };
+    const auto codes_at = [&](int m, int64_t r) { return record + f.matrix[m].codes * f.hidden + r * size; };
+    const auto extra_at = [&](int m, int64_t r) { return record + f.matrix[m].extra * f.hidden + r * more; };
     codes = codes_at(matrix, row), extra = extra_at(matrix, row);
     for (int64_t i = 0; i < kSide; i++) {
       const int64_t block = (row + least(i, count - 1)) / kBlock;
@@ -195,13 +195,13 @@ struct Coded {
       });
     }
     const int64_t size = f.hidden * bits / 16, plane = at / size, groups = f.hidden / kPart;
-    Plane<bits> weights(plane);
+    Plane<kind> weights(plane);
     for (int64_t r = r0; r < r0 + kMeanwhile; r++, out += kPart) {
       const int64_t row = least(r, count - 1);
       const uint16_t* mine = codes + row * size + at - plane * size;
-      weights.set((vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)extra[row * groups + at / kPart])));
+      weights.set(splat(scale_f16(extra[row * groups + at / kPart])), false);
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < kPart; i += 2 * L) store(out + i, weights.get(mine + i));
+      for (int64_t i = 0; i < kPart; i += 2 * L) store(out + i, weights.get((__m512i)load<vu>(mine + i)));
       lines_soon(next, (at / kPart * kSide + r) * bits / 4, bits / 4);
     }
   }
@@ -351,20 +351,20 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
   _tile_release();
 }
 
-// f(version) of those that are multiplied as they are decoded.
+// f(kind) of those that are multiplied as they are decoded.
 template <class F>
-INLINE void chosen(Version version, F f) {
-  if (version == Version::Int8) f(Constant<Version, Version::Int8>());
-  else if (version == Version::Int4) f(Constant<Version, Version::Int4>());
-  else f(Constant<Version, Version::Lossless12>());
+INLINE void chosen(Codes kind, F f) {
+  if (kind == Codes::Int8) f(Constant<Codes, Codes::Int8>());
+  else if (kind == Codes::Int4) f(Constant<Codes, Codes::Int4>());
+  else f(Constant<Codes, Codes::Lossless12>());
 }
 
 // Rows of codes for few tokens: decoded on the way to the tiles.
 void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                   const float* const* x, int64_t tokens, float* y, int64_t stride) {
-  chosen(f.version, [&](auto version) {
+  chosen(f.matrix[GATE].kind, [&](auto kind) {
     const auto source = [&](int64_t r, int64_t, int64_t to) {
-      return Coded<decltype(version)::value>(f, record, matrix, first, r, rows, to);
+      return Coded<decltype(kind)::value>(f, record, matrix, first, r, rows, to);
     };
     dots_of_few(source, rows, x, tokens, f.hidden, y, stride);
   });
@@ -474,10 +474,10 @@ INLINE __m512i side_by_side(vf first, vf second) {
 
 // The weights of 32 columns of 16 rows of elements of down^T as pairs of rows: tiles of even columns
 // and of odd ones, for the first 32 places of the sum and for the others.
-template <Version version>
+template <Codes kind>
 struct CodedDown {
-  static constexpr bool exact = version == Version::Lossless12;
-  static constexpr int bits = version == Version::Int4 ? 4 : 8;
+  static constexpr bool exact = kind == Codes::Lossless12;
+  static constexpr int bits = kind == Codes::Int4 ? 4 : 8;
   const Format& f;
   const uint16_t *codes, *others, *extra, *table[4];
   const float* scale[4];
@@ -488,13 +488,13 @@ struct CodedDown {
             const float* scales)
       : f(format), lines(n / kChunk) {
     const int64_t quarter = f.width / 4;
-    codes = record + (f.codes[DOWN] + first) * f.hidden + column;
+    codes = record + (f.matrix[DOWN].codes + first) * f.hidden + column;
     others = codes + quarter * f.hidden;
-    extra = record + (f.extra[DOWN] + first) * f.hidden + column;
+    extra = record + (f.matrix[DOWN].extra + first) * f.hidden + column;
     last = first + kSide >= quarter;
     for (int64_t j = 0; j < 4; j++) {
       const int64_t row = first + j * quarter;
-      scale[j] = scales + row / f.group_out * 2 * padded(n);
+      scale[j] = scales + row / f.matrix[DOWN].group * 2 * padded(n);
       table[j] = record + f.tables * f.hidden + (DOWN * f.blocks + row / kBlock) * (1 + f.escapes);
     }
   }
@@ -556,7 +556,7 @@ struct CodedDown {
       const __m512 low = _mm512_loadu_ps(scale[j] + at), high = _mm512_loadu_ps(scale[j] + at + L);
       s.even[j] = (vf)_mm512_permutex2var_ps(low, (__m512i)even, high);
       s.odd[j] = (vf)_mm512_permutex2var_ps(low, (__m512i)(even + 1), high);
-      const float zero = zero_of<bits>() + (bits == 4 && j % 2 ? 0x1p11f : 0x1p15f);
+      const float zero = zero_of(kind) + (bits == 4 && j % 2 ? 0x1p11f : 0x1p15f);
       s.zero_even[j] = s.even[j] * zero, s.zero_odd[j] = s.odd[j] * zero;  // exact: 13 bits and 11
     }
     return s;
@@ -579,7 +579,7 @@ struct CodedDown {
   }
 };
 
-template <Version version>
+template <Codes kind>
 void coded_add(const Format& f, const uint16_t* record, int64_t first, int64_t column, int64_t n,
                const float* scales, const float* const* h, int64_t tokens, float* const* total) {
   alignas(64) Factors factors;
@@ -589,7 +589,7 @@ void coded_add(const Format& f, const uint16_t* record, int64_t first, int64_t c
   tiles.set(0, 4, tokens, 64), tiles.set(4, 4, kSide, 64);
   CONFIGURE(tiles);
   const int64_t apart = tokens > 1 ? (total[1] - total[0]) * 4 : 64;
-  const CodedDown<version> weights(f, record, first, column, n, scales);
+  const CodedDown<kind> weights(f, record, first, column, n, scales);
   LOAD_TILE(2, factors[0], 64);
   LOAD_TILE(3, factors[1], 64);
   Scales scales_here = weights.scales_at(0);
@@ -621,8 +621,8 @@ void coded_add(const Format& f, const uint16_t* record, int64_t first, int64_t c
 void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t, int64_t column,
                  int64_t n, const float* scales, const float* const* h, int64_t tokens,
                  float* const* total) {
-  chosen(f.version, [&](auto version) {
-    coded_add<decltype(version)::value>(f, record, first, column, n, scales, h, tokens, total);
+  chosen(f.matrix[GATE].kind, [&](auto kind) {
+    coded_add<decltype(kind)::value>(f, record, first, column, n, scales, h, tokens, total);
   });
 }
 

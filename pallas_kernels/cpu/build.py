@@ -32,7 +32,11 @@ FLAGS = (
 )
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512 = (
+    *(*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    # GCC 12's own header of AVX-512 is "used uninitialized".
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
 
 PORTABLE: dict[str, tuple[int, tuple[str, ...]]] = {"portable": (4, ())}
 X86: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -41,11 +45,7 @@ X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi")),
 }
 """Instruction set → (floats in a vector, flags of the compiler)."""
-# GCC 12's own header of AVX-512 is "used uninitialized".
-AMX = (
-    *(*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16"),
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
-)
+AMX = (*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16")
 """Flags of the kernels that multiply tiles (AMX), beside those of avx512bf16."""
 
 

@@ -85,18 +85,13 @@ INLINE uint16_t f16(float f) {
   return (uint16_t)(sign | ((u - 0x38000000 + 0xfff + ((u >> 13) & 1)) >> 13));
 }
 
+// Without denormals of float32, which XLA's threads take for zeros.
 INLINE float wide_f16(uint16_t h) {
   uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
-  float value = as_float(magnitude) * 0x1p112f;
+  float value = as_float(magnitude + (112u << 23));
+  if (magnitude < 0x400u << 13) value = as_float(magnitude | (113u << 23)) - 0x1p-14f;
   if (magnitude >= 0x7c00u << 13) value = as_float(magnitude | 0x7f800000);
   return as_float(as_bits(value) | (uint32_t)(h & 0x8000) << 16);
-}
-
-INLINE vf wide_f16(vu h) {
-  const vu magnitude = (h & 0x7fffu) << 13;
-  const vu value = (vu)(as_float(magnitude) * 0x1p112f);
-  const vu special = (vu)(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
-  return as_float(value | special | (h & 0x8000u) << 16);
 }
 
 struct Pair {
@@ -109,16 +104,57 @@ constexpr int64_t kBlock = 32;    // rows that share a base exponent in lossless
 constexpr uint32_t kEscape = 15;  // the code of a weight that the table has
 constexpr int64_t kPart = 128;    // weights decoded at once outside of whole vectors
 
-// Whether the rows of gate and up are whole parts, each of one plane and one scale.
-INLINE bool multiplied_in_parts(const Format& f) {
-  const bool version = f.version == Version::Int8 || f.version == Version::Int4 ||
-                       f.version == Version::Lossless12;
-  return version && f.type == Type::BF16 && f.hidden % (4 * kPart) == 0;
+constexpr int bits_of(Codes kind) {
+  if (kind == Codes::Int8 || kind == Codes::E4M3) return 8;
+  return kind == Codes::Int2 ? 2 : 4;
 }
 
-template <int bits>
-constexpr float zero_of() {
-  return bits == 2 ? 1.5f : (float)(1 << (bits - 1));
+// The code that means 0, of integers.
+constexpr float zero_of(Codes kind) {
+  if (kind == Codes::Int8) return 128;
+  return kind == Codes::Int4 ? 8 : kind == Codes::Int2 ? 1.5f : 0;
+}
+
+constexpr bool is_int(Codes kind) { return zero_of(kind) > 0; }
+
+// What a code means before its scale.
+constexpr float value_of(Codes kind, int code) {
+  if (is_int(kind)) return (float)code - zero_of(kind);
+  const int fractions = kind == Codes::E4M3 ? 3 : 1, all = bits_of(kind) - 1;
+  const int exponent = (code & ((1 << all) - 1)) >> fractions;
+  float value = (float)((code & ((1 << fractions) - 1)) + (exponent ? 1 << fractions : 0));
+  for (int i = 1; i < exponent; i++) value *= 2;
+  value *= kind == Codes::E4M3 ? 0x1p-9f : 0.5f;
+  return code >> all ? -value : value;
+}
+
+template <Codes kind>
+struct Values {
+  float of[1 << bits_of(kind)];
+  constexpr Values() : of() {
+    for (int i = 0; i < 1 << bits_of(kind); i++) of[i] = value_of(kind, i);
+  }
+};
+template <Codes kind>
+constexpr Values<kind> kValues;
+
+// Whether weights are exact in float32 and have at most 8 + 11 bits.
+INLINE bool short_weights(const Coding& c) {
+  return c.scale == ScaleType::F16 && c.product != Rounding::F16;
+}
+
+// Whether every matrix has one kind, and rows of gate and up are whole parts, each of one plane and
+// one scale.
+INLINE bool multiplied_in_parts(const Format& f) {
+  const Codes kind = f.matrix[GATE].kind;
+  if (f.type != Type::BF16 || f.hidden % (4 * kPart)) return false;
+  for (const Coding& c : f.matrix) {
+    const bool ints = kind == Codes::Int8 || kind == Codes::Int4;
+    const bool known = ints && short_weights(c) && c.across == 1;
+    if (c.kind != kind || !(known || kind == Codes::Lossless12)) return false;
+  }
+  return kind == Codes::Lossless12 ||
+         (f.matrix[GATE].group == kPart && f.matrix[UP].group == kPart);
 }
 
 // Of 2^16 times a number of at most 18 bits: the number, rounded to bfloat16's 8 bits, to nearest even,
@@ -139,9 +175,9 @@ INLINE float scale_f16(uint16_t h) {
 #endif
 }
 
-template <int bits>
+template <Codes kind>
 INLINE Scale scale_of(float scale) {
-  return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of<bits>()))};
+  return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of(kind)))};
 }
 
 // A weight is exact before it is rounded: 8 bits of code and 11 of scale.
@@ -152,6 +188,41 @@ template <int bits, int bit>
 INLINE vf codes_of(vu lanes) {
   const vu codes = bit + bits == 32 ? lanes >> bit : (lanes >> bit) & ((1u << bits) - 1);
   return __builtin_convertvector((vi)codes, vf);
+}
+
+// Rounded to float16, and still float32.
+INLINE vf through_f16(vf v) {
+#if defined(__AVX512F__) && MOEJAX_LANES == 16
+  return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && MOEJAX_LANES == 8
+  return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int64_t i = 0; i < L; i++) v[i] = wide_f16(f16(v[i]));
+  return v;
+#endif
+}
+
+// bfloat16 in the upper half of each lane of finite numbers, zeros below it.
+INLINE vu upper_bf16(vf v) {
+  const vu u = (vu)v;
+  return (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+}
+
+// The values of some bits from `bit` of each lane on, before their scale. A float of few bits is put
+// where float32 has exponent and fraction; of those without an exponent, whose fraction then counts
+// half too little, twice the number less the power of two is right, and less than the number.
+template <Codes kind, int bit>
+INLINE vf values_of(vu lanes) {
+  constexpr int bits = bits_of(kind);
+  if constexpr (is_int(kind)) return codes_of<bits, bit>(lanes) - zero_of(kind);
+  constexpr int fractions = kind == Codes::E4M3 ? 3 : 1, least_exponent = kind == Codes::E4M3 ? -7 : -1;
+  constexpr int shift = 23 - fractions - bit;
+  constexpr uint32_t mask = ((1u << (bits - 1)) - 1) << (23 - fractions);
+  const vu placed = shift >= 0 ? lanes << (shift >= 0 ? shift : 0) : lanes >> (shift < 0 ? -shift : 0);
+  const vu sign = (lanes << (32 - bits - bit)) & 0x80000000u;
+  const vf number = as_float((placed & mask) + ((127u + least_exponent) << 23));
+  const vf twice = number * 2.0f - as_float((128u + least_exponent) << 23);
+  return as_float((vu)(twice < number ? twice : number) | sign);
 }
 
 typedef uint16_t vh __attribute__((vector_size(4 * MOEJAX_LANES)));
@@ -166,30 +237,33 @@ INLINE void soon(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
 
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
 // 2·L weights of a plane that share a scale, in their order.
-template <int bits>
+template <Codes kind>
 struct Plane {
   // The weights that the scale gives are a table of VPERMW: it looks at five bits of an index, so the
   // weights of fewer bits are there several times and nothing above a code has to be cut off.
+  static constexpr int bits = bits_of(kind);
   __m512i shift, table;
   INLINE explicit Plane(int64_t plane) : shift(_mm512_set1_epi16((short)(bits * plane))) {}
-  INLINE void set(vf scale) {
+  // half: products are rounded to float16 at first.
+  INLINE void set(vf scale, bool half) {
 #ifdef __AVX512BF16__
-    vf numbers;
-    for (int i = 0; i < L; i++) numbers[i] = (float)(i % (1 << bits)) - zero_of<bits>();
-    const __m512 weights = (__m512)(numbers * scale);
-    table = (__m512i)_mm512_cvtne2ps_pbh(weights, weights);
+    vf weights;
+    for (int i = 0; i < L; i++) weights[i] = value_of(kind, i % (1 << bits));
+    weights = weights * scale;
+    if (half) weights = through_f16(weights);
+    table = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights, (__m512)weights);
 #else
     vf even, odd;
     for (int i = 0; i < L; i++) {
-      even[i] = (float)(2 * i % (1 << bits)) - zero_of<bits>();
-      odd[i] = (float)((2 * i + 1) % (1 << bits)) - zero_of<bits>();
+      even[i] = value_of(kind, 2 * i % (1 << bits)), odd[i] = value_of(kind, (2 * i + 1) % (1 << bits));
     }
-    scale = scale * 0x1p16f;
-    table = (__m512i)(((vu)rounded(even * scale) >> 16) | (vu)rounded(odd * scale));
+    even = even * scale, odd = odd * scale;
+    if (half) even = through_f16(even), odd = through_f16(odd);
+    table = (__m512i)((upper_bf16(even) >> 16) | upper_bf16(odd));
 #endif
   }
-  INLINE __m512i get(const uint16_t* codes) const {
-    return _mm512_permutexvar_epi16(_mm512_srlv_epi16((__m512i)load<vu>(codes), shift), table);
+  INLINE __m512i get(__m512i codes) const {
+    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shift), table);
   }
 };
 
@@ -197,29 +271,65 @@ struct Plane {
 // Codes of a plane as numbers, without a conversion: they are the last bits of the fraction of a power
 // of two, which is taken away again, and their zero with it. Fewer than 8 bits stay where they lie in
 // an element; whole bytes are brought there by VPERMB.
-template <int bits>
+template <Codes kind>
 struct Numbers {
+  static constexpr int bits = bits_of(kind);
   vu mask, power;
   __m512i first, second;  // of VPERMB
   vf zero;
   INLINE explicit Numbers(int64_t plane) {
     const uint32_t bit = bits == 8 ? 8 : (uint32_t)(bits * plane), exponent = (127 + 23 - bit) << 23;
     mask = (((1u << bits) - 1) << bit) - vu{}, power = exponent - vu{};
-    zero = splat(as_float(exponent) + (float)(int)zero_of<bits>());
+    zero = splat(as_float(exponent) + (float)(int)zero_of(kind));
     vu lanes;
     for (int i = 0; i < L; i++) lanes[i] = (uint32_t)(2 * i) << 8;
     lanes = lanes + ((uint32_t)plane << 8);
     first = (__m512i)lanes, second = (__m512i)(lanes + 0x2000u);
   }
-  INLINE Pair get(const uint16_t* codes) const {
+  INLINE Pair get(__m512i codes) const {
     if constexpr (bits == 8) {
-      const __m512i both = (__m512i)load<vu>(codes), into = (__m512i)power;
-      return {(vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, first, both),
-              (vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, second, both)};
+      const __m512i into = (__m512i)power;
+      return {(vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, first, codes),
+              (vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, second, codes)};
     }
-    const vu a = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)codes));
-    const vu b = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(codes + L)));
+    const vu a = (vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes));
+    const vu b = (vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1));
     return {as_float((a & mask) | power), as_float((b & mask) | power)};
+  }
+  // Before their scale, and `less` times less.
+  static constexpr float less = 1;
+  INLINE Pair values(__m512i codes) const {
+    Pair pair = get(codes);
+    pair = {pair.first - zero, pair.second - zero};
+    if (bits == 2) pair = {pair.first - 0.5f, pair.second - 0.5f};
+    return pair;
+  }
+};
+
+// float16 has e4m3's exponent and fraction as its own last bits, and another power of two.
+template <>
+struct Numbers<Codes::E4M3> {
+  static constexpr float less = 0x1p8f;
+  __m128i shift;
+  INLINE explicit Numbers(int64_t plane) : shift(_mm_cvtsi32_si128(plane ? 0 : 8)) {}
+  INLINE Pair values(__m512i codes) const {
+    const __m512i cut = _mm512_set1_epi16((short)0xbf80);
+    const __m512i half = _mm512_and_si512(_mm512_srai_epi16(_mm512_sll_epi16(codes, shift), 1), cut);
+    return {(vf)_mm512_cvtph_ps(_mm512_castsi512_si256(half)),
+            (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))};
+  }
+};
+
+// e2m1 from a table of bfloat16, which is exact.
+template <>
+struct Numbers<Codes::E2M1> {
+  static constexpr float less = 1;
+  Plane<Codes::E2M1> plane;
+  INLINE explicit Numbers(int64_t number) : plane(number) { plane.set(splat(1), false); }
+  INLINE Pair values(__m512i codes) const {
+    const __m512i both = plane.get(codes);
+    return {(vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16),
+            (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16)};
   }
 };
 
@@ -228,15 +338,30 @@ INLINE __m512i narrowed(vf first, vf second) {
 }
 
 template <>
-struct Plane<8> {
-  const Numbers<8> numbers;
+struct Plane<Codes::Int8> {
+  const Numbers<Codes::Int8> numbers;
   vf scale, zero;
   INLINE explicit Plane(int64_t plane) : numbers(plane) {}
-  INLINE void set(vf same) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
-  INLINE __m512i get(const uint16_t* codes) const {
+  INLINE void set(vf same, bool) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
+  INLINE __m512i get(__m512i codes) const {
     const Pair pair = numbers.get(codes);
     return narrowed((vf)_mm512_fmsub_ps((__m512)pair.first, (__m512)scale, (__m512)zero),
                     (vf)_mm512_fmsub_ps((__m512)pair.second, (__m512)scale, (__m512)zero));
+  }
+};
+
+template <>
+struct Plane<Codes::E4M3> {
+  const Numbers<Codes::E4M3> numbers;
+  vf scale;
+  bool half;
+  INLINE explicit Plane(int64_t plane) : numbers(plane) {}
+  INLINE void set(vf same, bool through) { scale = same * 0x1p8f, half = through; }
+  INLINE __m512i get(__m512i codes) const {
+    Pair pair = numbers.values(codes);
+    pair = {pair.first * scale, pair.second * scale};
+    if (half) pair = {through_f16(pair.first), through_f16(pair.second)};
+    return narrowed(pair.first, pair.second);
   }
 };
 constexpr int kWidest = 8;
@@ -244,6 +369,17 @@ constexpr int kWidest = 8;
 constexpr int kWidest = 4;  // bits of codes that have a Plane
 #endif
 
+#endif
+
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+// The first n of 2·L elements, no others being read or written.
+INLINE __mmask32 first_of(int64_t n) { return n >= 2 * L ? ~0u : (1u << n) - 1; }
+INLINE __m512i load_first(const uint16_t* p, int64_t n) {
+  return _mm512_maskz_loadu_epi16(first_of(n), p);
+}
+INLINE void store_first(uint16_t* p, int64_t n, __m512i v) {
+  _mm512_mask_storeu_epi16(p, first_of(n), v);
+}
 #endif
 
 // Whether one of 2·L lanes has a value.

@@ -62,15 +62,18 @@ void head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t r
 
 // ---- expert_ffn
 
-constexpr int64_t kFields = 13;  // of a format: pallas_kernels/expert_ffn/cpu.py writes them
+constexpr int64_t kFields = 25;  // of a format: pallas_kernels/records/cpu.py writes them
 
 Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type) {
   Format f = {};
-  f.version = static_cast<Version>(field[0]);
-  f.rows = field[1], f.hidden = hidden, f.width = width, f.type = type;
-  f.group_in = field[2], f.group_out = field[3], f.blocks = field[4], f.escapes = field[5];
-  for (int m = 0; m < 3; m++) f.codes[m] = field[6 + m], f.extra[m] = field[9 + m];
-  f.tables = field[12];
+  f.hidden = hidden, f.width = width, f.type = type;
+  f.rows = field[0], f.blocks = field[1], f.escapes = field[2], f.tables = field[3];
+  const int64_t* of = field + 4;
+  for (Coding& c : f.matrix) {
+    c.kind = static_cast<Codes>(of[0]), c.scale = static_cast<ScaleType>(of[1]);
+    c.product = static_cast<Rounding>(of[2]), c.group = of[3], c.across = of[4];
+    c.codes = of[5], c.extra = of[6], of += 7;
+  }
   return f;
 }
 

@@ -437,36 +437,73 @@ void unpack(Type kind, const float* total, int64_t n, float* out) {
   }
 }
 
-// 2·L bfloat16 weights, (code − zero) · scale, exact in float32 and then rounded once, from each 2·L
-// elements: even ones and odd ones are the halves of 32-bit lanes, before and after. scales(at, odd):
-// of even or of odd ones.
-template <int bits, int plane, class Scales>
-INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
+// Scales [first, first + n) of a matrix.
+void scales_of(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t n,
+               float* out) {
+  const Coding& c = f.matrix[matrix];
+  const uint16_t* scales = record + c.extra * f.hidden;
+  if (c.scale == ScaleType::F16) return widen(Type::F16, scales + first, n, out);
+  if (c.scale == ScaleType::BF16) return widen(Type::BF16, scales + first, n, out);
+  if (c.scale == ScaleType::F32) return widen(Type::F32, scales + 2 * first, n, out);
+  const uint8_t* exponents = (const uint8_t*)scales + first;
+  for (int64_t i = 0; i < n; i++) {
+    out[i] = as_float(exponents[i] ? (uint32_t)exponents[i] << 23 : 1u << 22);
+  }
+}
+
+// 2·L bfloat16 weights from each 2·L elements: even ones and odd ones are the halves of 32-bit lanes,
+// before and after. scales(at, odd): of even or of odd ones. quick: (code − zero) · scale is exact
+// and short (short_weights), and scales are as scale_of has them.
+template <Codes kind, int plane, bool quick, class Scales>
+INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, bool half, Scales scales, uint16_t* out) {
+  constexpr int bits = bits_of(kind);
   int64_t at = 0;
   for (; at + 2 * L <= n; at += 2 * L) {
     const vu both = load<vu>(codes + at);
     const Scale first = scales(at, 0), second = scales(at, 1);
-    const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
-    const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.large, second.zero);
-    store(out + at, ((vu)even >> 16) | (vu)odd);
+    if constexpr (quick) {
+      const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
+      const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.large, second.zero);
+      store(out + at, ((vu)even >> 16) | (vu)odd);
+    } else {
+      vf even = values_of<kind, bits * plane>(both) * first.large;
+      vf odd = values_of<kind, 16 + bits * plane>(both) * second.large;
+      if (half) even = through_f16(even), odd = through_f16(odd);
+      store(out + at, (upper_bf16(even) >> 16) | upper_bf16(odd));
+    }
   }
   return at;
 }
 
+// Whether the weights of a format are multiplied and rounded at once.
+template <Codes kind>
+INLINE bool is_quick(const Coding& c) {
+  return is_int(kind) && short_weights(c);
+}
+
 // Returns how many of the n weights were whole vectors.
-template <int bits, class Scales>
-INLINE int64_t pairs(int64_t plane, const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
-  return chosen<0, 16 / bits - 1>(
-      plane, [=](auto p) { return pairs_of<bits, p.value>(codes, n, scales, out); });
+template <Codes kind, class Scales>
+INLINE int64_t pairs(const Coding& c, int64_t plane, const uint16_t* codes, int64_t n, Scales scales,
+                     uint16_t* out) {
+  const bool half = c.product == Rounding::F16;
+  return chosen<0, 16 / bits_of(kind) - 1>(plane, [=, &c](auto p) {
+    if constexpr (is_int(kind)) {
+      if (is_quick<kind>(c)) return pairs_of<kind, p.value, true>(codes, n, half, scales, out);
+    }
+    return pairs_of<kind, p.value, false>(codes, n, half, scales, out);
+  });
 }
 
 // The same one by one, in any dtype. scale: of each weight, or of all where step is 0.
-template <int bits>
-__attribute__((noinline)) void singles(Type type, const uint16_t* codes, int plane, int64_t n, const float* scale,
-                    int64_t step, void* out, int64_t at) {
+template <Codes kind>
+__attribute__((noinline)) void singles(const Coding& c, Type type, const uint16_t* codes, int plane, int64_t n,
+                                       const float* scale, int64_t step, void* out, int64_t at) {
+  constexpr int bits = bits_of(kind);
   for (int64_t i = 0; i < n; i++) {
     const int32_t code = (codes[i] >> (bits * plane)) & ((1 << bits) - 1);
-    const float weight = ((float)code - zero_of<bits>()) * scale[i * step];
+    float weight = kValues<kind>.of[code] * scale[i * step];
+    if (c.product == Rounding::F16) weight = wide_f16(f16(weight));
+    if (c.product == Rounding::BF16) weight = as_float((uint32_t)bf16(weight) << 16);
     if (type == Type::BF16) ((uint16_t*)out)[at + i] = bf16(weight);
     if (type == Type::F32) ((float*)out)[at + i] = weight;
     if (type == Type::F16) ((float*)out)[at + i] = wide_f16(f16(weight));
@@ -479,10 +516,15 @@ struct Table {
   __m256i low, high;
 };
 
-INLINE Table table_of(float scale) {
-  const vf first = {-8, -7, -6, -5, 0, 1, 2, 3}, second = {-4, -3, -2, -1, 4, 5, 6, 7};
-  const vf large = splat(scale * 0x1p16f);
-  const vu both = ((vu)rounded(first * large) >> 16) | (vu)rounded(second * large);
+template <Codes kind>
+INLINE Table table_of(float scale, bool half) {
+  vf first, second;
+  for (int i = 0; i < L; i++) {
+    first[i] = value_of(kind, i / 4 * 8 + i % 4), second[i] = value_of(kind, i / 4 * 8 + i % 4 + 4);
+  }
+  first = first * scale, second = second * scale;
+  if (half) first = through_f16(first), second = through_f16(second);
+  const vu both = (upper_bf16(first) >> 16) | upper_bf16(second);
   const __m256i bytes = _mm256_shuffle_epi8(
       (__m256i)both, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8,
                                       12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15));
@@ -511,8 +553,7 @@ INLINE void looked_up(const uint16_t* codes, Table table, vu (&out)[2]) {
 }
 
 template <int plane>
-INLINE int64_t looked_up(const uint16_t* codes, int64_t n, float scale, uint16_t* out) {
-  const Table table = table_of(scale);
+INLINE int64_t looked_up(const uint16_t* codes, int64_t n, Table table, uint16_t* out) {
   int64_t at = 0;
   for (; at + 4 * L <= n; at += 4 * L) {
     vu weights[2];
@@ -523,71 +564,105 @@ INLINE int64_t looked_up(const uint16_t* codes, int64_t n, float scale, uint16_t
 }
 #endif
 
+// Some weights of a row of gate or up, in one plane.
+struct Stretch {
+  int64_t plane, first, n;  // first: within its group
+  const uint16_t* codes;
+  const float* scales;  // of its groups
+};
+
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
-// Whole groups of gate and up. Returns whether that was all: others are for the loop of any groups.
-template <int bits>
-INLINE bool decode_groups(const Format& f, const uint16_t* codes, const uint16_t* scales,
-                          int64_t first, int64_t count, uint16_t* out) {
-  const int64_t size = f.hidden * bits / 16, group = f.group_in, end = first + count;
-  const uint16_t* next = codes + kSoonIn * size;
-  if (f.type != Type::BF16 || group % kPart || size % group || first % group || count % group) {
-    return false;
-  }
-  for (int64_t at = first, plane = first / size; at < end; plane++) {
-    Plane<bits> weights(plane);
-    for (const int64_t stop = least(end, (plane + 1) * size); at < stop; at += group) {
-      weights.set((vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)scales[at / group])));
-      for (int64_t i = 0; i < group; i += kPart) {
-        const uint16_t* mine = codes - plane * size + at + i;
+// Whether a Plane has the weights.
+template <Codes kind>
+INLINE bool has_plane(const Coding& c, Type type) {
+  if (kind == Codes::Int8 && (c.scale == ScaleType::F32 || c.product == Rounding::F16)) return false;
+  return type == Type::BF16 && bits_of(kind) <= kWidest;
+}
+
+// next: where the line is that is asked for at the first of the weights.
+template <Codes kind>
+INLINE void decode_planes(const Coding& c, const Stretch& s, const uint16_t* next, uint16_t* out) {
+  constexpr int bits = bits_of(kind);
+  const bool half = c.product == Rounding::F16;
+  Plane<kind> weights(s.plane);
+  const float* scale = s.scales;
+  for (int64_t i = 0, stop = c.group - s.first; i < s.n; stop += c.group) {
+    weights.set(splat(*scale++), half);
+    stop = least(stop, s.n);
+    const auto put = [&](int64_t at) { store(out + at, weights.get((__m512i)load<vu>(s.codes + at))); };
+    for (; i + kPart <= stop; i += kPart) {
 #pragma GCC unroll 4
-        for (int64_t j = 0; j < kPart; j += 2 * L) {
-          if (j * bits % 512 == 0) soon(next + (at + i + j) * bits / 16);
-          store(out + at + i + j, weights.get(mine + j));
-        }
+      for (int64_t j = 0; j < kPart; j += 2 * L) {
+        if (j * bits % 512 == 0) soon(next + (i + j) * bits / 16);
+        put(i + j);
       }
     }
+    for (; i + 2 * L <= stop; i += 2 * L) {
+      if (i * bits % 512 < 2 * L * bits) soon(next + i * bits / 16);
+      put(i);
+    }
+    if (i < stop) store_first(out + i, stop - i, weights.get(load_first(s.codes + i, stop - i)));
+    i = stop;
   }
-  return true;
 }
 #endif
 
 // Whole vectors of a row that share a scale; returns their weights.
-template <int bits>
-INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, float scale, uint16_t* out) {
+template <Codes kind>
+INLINE int64_t group_of(const Coding& c, int64_t plane, const uint16_t* codes, int64_t n, float scale,
+                        uint16_t* out) {
   int64_t at = 0;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
-  if (bits == 4) {
-    at = chosen<0, 3>(plane, [=](auto p) { return looked_up<p.value>(codes, n, scale, out); });
+  if constexpr (bits_of(kind) == 4) {
+    const Table table = table_of<kind>(scale, c.product == Rounding::F16);
+    at = chosen<0, 3>(plane, [=](auto p) { return looked_up<p.value>(codes, n, table, out); });
   }
 #endif
-  const Scale same = scale_of<bits>(scale);
-  return at + pairs<bits>(plane, codes + at, n - at, [same](int64_t, int) { return same; }, out + at);
+  const Scale same = is_quick<kind>(c) ? scale_of<kind>(scale) : Scale{splat(scale), vf{}};
+  return at + pairs<kind>(c, plane, codes + at, n - at, [same](int64_t, int) { return same; }, out + at);
 }
 
+constexpr int64_t kScales = 256;  // of a row, widened at once
+
 // gate and up: element e of a row holds the codes of columns e + j · D/P.
-template <int bits>
+template <Codes kind>
 void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row, int64_t first,
                int64_t count, void* out) {
-  constexpr int64_t planes = 16 / bits;
-  const int64_t size = f.hidden / planes, end = first + count;
-  const int64_t groups = (f.hidden + f.group_in - 1) / f.group_in;
-  const uint16_t* codes = record + f.codes[matrix] * f.hidden + row * size;
-  const uint16_t* scales = record + f.extra[matrix] * f.hidden + row * groups;
-#if defined(__AVX512BW__) && MOEJAX_LANES == 16
-  if constexpr (bits <= kWidest) {
-    if (decode_groups<bits>(f, codes, scales, first, count, (uint16_t*)out - first)) return;
-  }
-#endif
-  int64_t plane = first / size, group = first / f.group_in;
+  const int64_t size = f.hidden * bits_of(kind) / 16, end = first + count;
+  const Coding& c = f.matrix[matrix];
+  const int64_t groups = (f.hidden + c.group - 1) / c.group;
+  const int64_t scales = (c.across == 1 ? row : row / c.across) * groups;
+  const uint16_t* codes = record + c.codes * f.hidden + row * size;
+  float scale[kScales];
+  int64_t plane = first / size;
   for (int64_t at = first; at < end;) {
-    const int64_t stop = least(least(end, (plane + 1) * size), (group + 1) * f.group_in);
-    const float scale = scale_f16(scales[group]);
-    const uint16_t* mine = codes - plane * size;
-    if (f.type == Type::BF16) {
-      at += group_of<bits>(plane, mine + at, stop - at, scale, (uint16_t*)out + at - first);
+    const int64_t group = at / c.group, begin = group * c.group;
+    const int64_t stop = least(least(end, (plane + 1) * size), begin + kScales * c.group);
+    const int64_t count = (stop - begin + c.group - 1) / c.group;
+    scales_of(f, record, matrix, scales + group, count, scale);
+    const Stretch s = {plane, at - begin, stop - at, codes + at - plane * size, scale};
+    const int64_t place = at - first;
+    at = stop, plane += at == (plane + 1) * size;
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+    if constexpr (bits_of(kind) <= kWidest) {
+      if (has_plane<kind>(c, f.type)) {
+        const uint16_t* next = codes + kSoonIn * size + (first + place) * bits_of(kind) / 16;
+        decode_planes<kind>(c, s, next, (uint16_t*)out + place);
+        continue;
+      }
     }
-    if (at < stop) singles<bits>(f.type, mine + at, (int)plane, stop - at, &scale, 0, out, at - first);
-    at = stop, plane += at == (plane + 1) * size, group += at == (group + 1) * f.group_in;
+#endif
+    for (int64_t i = 0, last = c.group - s.first, g = 0; i < s.n; last += c.group, g++) {
+      last = least(last, s.n);
+      if (f.type == Type::BF16) {
+        uint16_t* to = (uint16_t*)out + place + i;
+        i += group_of<kind>(c, s.plane, s.codes + i, last - i, scale[g], to);
+      }
+      if (i < last) {
+        singles<kind>(c, f.type, s.codes + i, (int)s.plane, last - i, scale + g, 0, out, place + i);
+      }
+      i = last;
+    }
   }
 }
 
@@ -598,57 +673,82 @@ INLINE Scale scale_at(const float* scales, int64_t at, int odd) {
 }
 
 // down^T: element (r, c) holds the codes of rows r + j · J of column c, J = ⌈I/P⌉.
-template <int bits>
+template <Codes kind>
 void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t first, int64_t count,
                  const float* scales, void* out) {
-  constexpr int64_t planes = 16 / bits;
+  constexpr int64_t bits = bits_of(kind), planes = 16 / bits;
   const int64_t size = (f.width + planes - 1) / planes, plane = row / size;
-  const uint16_t* codes = record + (f.codes[DOWN] + row - plane * size) * f.hidden + first;
-  const float* scale = scales + row / f.group_out * 2 * padded(count);
+  const Coding& c = f.matrix[DOWN];
+  const uint16_t* codes = record + (c.codes + row - plane * size) * f.hidden + first;
+  const float* scale = scales + row / c.group * 2 * padded(count);
   int64_t at = 0;
 #if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+  const bool half = c.product == Rounding::F16;
   if (f.type == Type::BF16) {
-    const Numbers<bits> numbers(plane);
+    const Numbers<kind> numbers(plane);
     const uint16_t* next = codes + kSoonDown * f.hidden + plane * count / planes;
+    const auto weights = [&](__m512i codes) {
+      Pair pair = numbers.values(codes);
+      pair = {pair.first * load<vf>(scale + at), pair.second * load<vf>(scale + at + L)};
+      if (half) pair = {through_f16(pair.first), through_f16(pair.second)};
+      return narrowed(pair.first, pair.second);
+    };
     for (; at + 2 * L <= count; at += 2 * L) {
       soon(next + at * bits / 16);
-      Pair pair = numbers.get(codes + at);
-      pair = {pair.first - numbers.zero, pair.second - numbers.zero};
-      if (bits == 2) pair = {pair.first - 0.5f, pair.second - 0.5f};
-      pair = {pair.first * load<vf>(scale + at), pair.second * load<vf>(scale + at + L)};
-      store((uint16_t*)out + at, narrowed(pair.first, pair.second));
+      store((uint16_t*)out + at, weights((__m512i)load<vu>(codes + at)));
     }
-    scale -= at;  // as `singles` has them below
+    if (at == count) return;
+    return store_first((uint16_t*)out + at, count - at, weights(load_first(codes + at, count - at)));
   }
 #else
   if (f.type == Type::BF16) {
     const auto scales = [scale](int64_t i, int odd) { return scale_at(scale, i, odd); };
-    at = pairs<bits>(plane, codes, count, scales, (uint16_t*)out);
+    at = pairs<kind>(c, plane, codes, count, scales, (uint16_t*)out);
   }
 #endif
-  singles<bits>(f.type, codes + at, (int)plane, count - at, scale + 2 * at, 1, out, at);
+  singles<kind>(c, f.type, codes + at, (int)plane, count - at, scale + 2 * at, 1, out, at);
+}
+
+// Of `count` columns from `first` on, of a group of rows.
+void column_scales(const Format& f, const uint16_t* record, int64_t group, int64_t first, int64_t count,
+                   float* out) {
+  const int64_t across = f.matrix[DOWN].across, row = group * ((f.hidden + across - 1) / across);
+  if (across == 1) return scales_of(f, record, DOWN, row + first, count, out);
+  for (int64_t at = 0; at < count;) {
+    const int64_t block = (first + at) / across;
+    const int64_t stop = least(count, (block + 1) * across - first);
+    scales_of(f, record, DOWN, row + block, 1, out + at);
+    for (const float same = out[at]; at < stop; at++) out[at] = same;
+  }
 }
 
 void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t count,
                  float* out) {
-  if (f.version == Version::Dense || f.version == Version::Lossless12) return;
-  [[maybe_unused]] const float zero =
-      f.version == Version::Int8 ? 128 : f.version == Version::Int4 ? 8 : 1.5f;
-  // Whole vectors as `scale_at` reads them; the columns behind them, and all where weights are
-  // rounded in their order, have plain scales.
-  for (int64_t row = 0; row * f.group_out < f.width; row++) {
-    float* mine = out + row * 2 * padded(count);
-    const uint16_t* scales = record + (f.extra[DOWN] + row) * f.hidden + first;
+  const Coding& c = f.matrix[DOWN];
+  if (c.kind == Codes::Dense || c.kind == Codes::Lossless12) return;
+  for (int64_t group = 0; group * c.group < f.width; group++) {
+    float* mine = out + group * 2 * padded(count);
+#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+    column_scales(f, record, group, first, count, mine);
+    if (c.kind != Codes::E4M3 || f.type != Type::BF16) continue;
+    for (int64_t i = 0; i < count; i++) mine[i] *= Numbers<Codes::E4M3>::less;
+#else
+    // Whole vectors as `scale_at` reads them; the columns behind them have plain scales.
+    const float* plain = mine + (f.type == Type::BF16 ? padded(count) : 0);
+    column_scales(f, record, group, first, count, mine + (plain - mine));
+    if (f.type != Type::BF16) continue;
+    const bool quick = is_int(c.kind) && short_weights(c);
+    const float large = quick ? 0x1p16f : 1, zero = -zero_of(c.kind);
     int64_t at = 0;
-#if !defined(__AVX512BF16__) || MOEJAX_LANES != 16
-    for (; f.type == Type::BF16 && at + 2 * L <= count; at += 2 * L, mine += 4 * L) {
-      const vu both = load<vu>(scales + at);
-      const vf even = wide_f16(both & 0xffffu) * 0x1p16f, odd = wide_f16(both >> 16) * 0x1p16f;
+    for (; at + 2 * L <= count; at += 2 * L, mine += 4 * L, plain += 2 * L) {
+      vf even, odd;
+      for (int i = 0; i < L; i++) even[i] = plain[2 * i], odd[i] = plain[2 * i + 1];
+      even = even * large, odd = odd * large;
       store(mine, even), store(mine + L, odd);
-      store(mine + 2 * L, even * -zero), store(mine + 3 * L, odd * -zero);
+      store(mine + 2 * L, even * zero), store(mine + 3 * L, odd * zero);
     }
+    memmove(mine, plain, (count - at) * sizeof *mine);
 #endif
-    widen(Type::F16, scales + at, count - at, mine);
   }
 }
 
@@ -669,8 +769,8 @@ INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* cod
 
 void decode_lossless(const Format& f, const uint16_t* record, int matrix, int64_t row,
                      int64_t first, int64_t count, uint16_t* out) {
-  const uint16_t* bytes = record + f.codes[matrix] * f.hidden;
-  const uint16_t* codes = record + f.extra[matrix] * f.hidden;
+  const uint16_t* bytes = record + f.matrix[matrix].codes * f.hidden;
+  const uint16_t* codes = record + f.matrix[matrix].extra * f.hidden;
   const uint16_t* table = record + f.tables * f.hidden +
                           (matrix * f.blocks + row / kBlock) * (1 + f.escapes);
   if (matrix == DOWN) {
@@ -690,25 +790,31 @@ void decode_lossless(const Format& f, const uint16_t* record, int matrix, int64_
   }
 }
 
-template <int bits>
-INLINE void decode_int(const Format& f, const uint16_t* record, int matrix, int64_t row,
-                       int64_t first, int64_t count, const float* scales, void* out) {
-  if (matrix == DOWN) return decode_down<bits>(f, record, row, first, count, scales, out);
-  decode_in<bits>(f, record, matrix, row, first, count, out);
+template <Codes kind>
+INLINE void decode_scaled(const Format& f, const uint16_t* record, int matrix, int64_t row,
+                          int64_t first, int64_t count, const float* scales, void* out) {
+  if (matrix == DOWN) return decode_down<kind>(f, record, row, first, count, scales, out);
+  decode_in<kind>(f, record, matrix, row, first, count, out);
 }
 
 void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, int64_t first,
             int64_t count, const float* scales, void* out) {
-  switch (f.version) {
-    case Version::Int8: return decode_int<8>(f, record, matrix, row, first, count, scales, out);
-    case Version::Int4: return decode_int<4>(f, record, matrix, row, first, count, scales, out);
-    case Version::Int2: return decode_int<2>(f, record, matrix, row, first, count, scales, out);
-    case Version::Lossless12:
+  const auto scaled = [=, &f](auto kind) {
+    decode_scaled<decltype(kind)::value>(f, record, matrix, row, first, count, scales, out);
+  };
+  switch (f.matrix[matrix].kind) {
+    case Codes::Int8: return scaled(Constant<Codes, Codes::Int8>());
+    case Codes::Int4: return scaled(Constant<Codes, Codes::Int4>());
+    case Codes::Int2: return scaled(Constant<Codes, Codes::Int2>());
+    case Codes::E4M3: return scaled(Constant<Codes, Codes::E4M3>());
+    case Codes::E2M1: return scaled(Constant<Codes, Codes::E2M1>());
+    case Codes::Lossless12:
       return decode_lossless(f, record, matrix, row, first, count, (uint16_t*)out);
-    case Version::Dense: break;
+    case Codes::Dense: break;
   }
   const int64_t size = size_of(f.type);
-  const char* weights = (const char*)record + ((matrix * f.width + row) * f.hidden + first) * size;
+  const char* weights = (const char*)(record + f.matrix[matrix].codes * f.hidden) +
+                        (row * f.hidden + first) * size;
   if (f.type == Type::F16) return widen(f.type, weights, count, (float*)out);
   memcpy(out, weights, count * size);
 }
@@ -748,7 +854,7 @@ struct Part<8, plane> {
   vf even, odd, zero;
   // Codes become floats where they lie in a lane, and scales take that back; but the sign has a bit.
   INLINE Part(const Row& row, int64_t size, int64_t at) : codes(row.codes + at - plane * size) {
-    const Scale scale = scale_of<8>(scale_f16(row.scales[at / kPart]));
+    const Scale scale = scale_of<Codes::Int8>(scale_f16(row.scales[at / kPart]));
     even = plane ? scale.large * 0x1p-8f : scale.large;
     odd = plane ? scale.large : scale.large * 0x1p-16f;
     zero = scale.zero;
@@ -769,7 +875,7 @@ struct Part<4, plane> {
   static constexpr int64_t step = 4 * L;
   Table table;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), table(table_of(scale_f16(row.scales[at / kPart]))) {}
+      : codes(row.codes + at - plane * size), table(table_of<Codes::Int4>(scale_f16(row.scales[at / kPart]), false)) {}
   INLINE void get(int64_t i, Pair* out) const {
     vu weights[2];
     looked_up<plane>(codes + i, table, weights);
@@ -780,7 +886,7 @@ struct Part<4, plane> {
   Scale scale;
   INLINE Part(const Row& row, int64_t size, int64_t at)
       : codes(row.codes + at - plane * size),
-        scale(scale_of<4>(scale_f16(row.scales[at / kPart]))) {}
+        scale(scale_of<Codes::Int4>(scale_f16(row.scales[at / kPart]))) {}
   INLINE void get(int64_t i, Pair* out) const {
     const vu both = load<vu>(codes + i);
     out->first = weights_of(codes_of<4, 4 * plane>(both), scale.large, scale.zero);
@@ -837,8 +943,8 @@ void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t f
     Row rows[R];
     for (int64_t i = 0; i < R; i++) {
       const int64_t row = first + least(r + i, count - 1);  // the last, where there are no more
-      rows[i] = {record + f.codes[matrix] * f.hidden + row * size,
-                 record + f.extra[matrix] * f.hidden + row * groups};
+      rows[i] = {record + f.matrix[matrix].codes * f.hidden + row * size,
+                 record + f.matrix[matrix].extra * f.hidden + row * groups};
     }
     vf total[T][R] = {};
     encoded_plane<bits, 0, T, R>(f, rows, x, total, numbers);
@@ -856,7 +962,7 @@ void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t f
 void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                   const float* const* x, int64_t tokens, float* y, int64_t stride) {
   chosen<1, kTokens>(tokens, [&](auto t) {
-    const bool bytes = f.version == Version::Int8;
+    const bool bytes = f.matrix[GATE].kind == Codes::Int8;
     const auto with = bytes ? encoded_rows<8, t.value> : encoded_rows<4, t.value>;
     with(f, record, matrix, first, rows, x, y, stride);
   });
@@ -886,11 +992,11 @@ void encoded_columns(const Format& f, const uint16_t* record, int64_t first, int
                      int64_t column, int64_t n, const float* scales, const float* const* h,
                      float* const* total) {
   const int64_t quarter = f.width / 4;
-  const uint16_t* codes = record + (f.codes[DOWN] + first) * f.hidden + column;
+  const uint16_t* codes = record + (f.matrix[DOWN].codes + first) * f.hidden + column;
   const float* scale[kElements][4];
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t j = 0; j < 4; j++) {
-      scale[i][j] = scales + (first + i + j * quarter) / f.group_out * 2 * padded(n);
+      scale[i][j] = scales + (first + i + j * quarter) / f.matrix[DOWN].group * 2 * padded(n);
     }
   }
   constexpr int C = T <= 2 ? 2 : 1;  // blocks of 2·L columns at once
@@ -926,7 +1032,7 @@ void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t
                  int64_t column, int64_t n, const float* scales, const float* const* h,
                  int64_t tokens, float* const* total) {
   chosen<1, kTokens>(tokens, [&](auto t) {
-    const bool bytes = f.version == Version::Int8;
+    const bool bytes = f.matrix[GATE].kind == Codes::Int8;
     const auto with = bytes ? encoded_columns<8, t.value> : encoded_columns<4, t.value>;
     with(f, record, first, rows, column, n, scales, h, total);
   });
@@ -934,7 +1040,7 @@ void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t
 
 // Not lossless12, which gains nothing by it: its escapes want a block.
 int64_t takes(const Format& f) {
-  const bool ints = f.version == Version::Int8 || f.version == Version::Int4;
+  const bool ints = f.matrix[GATE].kind == Codes::Int8 || f.matrix[GATE].kind == Codes::Int4;
   return ints && multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0;
 }
 #else

@@ -17,20 +17,30 @@ static inline char* at(void* p, int64_t elements, Type type) {
   return (char*)p + elements * size_of(type);
 }
 
-enum class Version : int32_t { Dense, Int8, Int4, Int2, Lossless12 };
+// What the codes of a record are, as `native` of pallas_kernels/records/encoding.py counts them.
+enum class Codes : int32_t { Dense, Int8, Int4, Int2, Lossless12, E4M3, E2M1 };
+enum class ScaleType : int32_t { F16, BF16, F32, E8M0 };
+enum class Rounding : int32_t { Whole, BF16, F16 };  // what code times scale is rounded to at first
 enum Matrix { GATE, UP, DOWN };
+
+// How a record has one matrix.
+struct Coding {
+  Codes kind;
+  ScaleType scale;
+  Rounding product;
+  int64_t group, across;  // weights that share a scale, along the summed axis and the other one
+  int64_t codes, extra;   // first rows of its codes (dense: weights; lossless12: bytes), and of its
+                          // scales (lossless12: its 4-bit codes)
+};
 
 // One record format of pallas_kernels/records/format.py, as numbers.
 struct Format {
-  Version version;
-  int64_t rows;                  // arena rows of a record
-  int64_t hidden, width;         // D and I
-  Type type;                     // of the decoded weights
-  int64_t group_in, group_out;   // weights that share a scale, of gate and up, of down
-  int64_t blocks, escapes;       // lossless12: row blocks of a matrix, entries of a table
-  int64_t codes[3], extra[3];    // first rows of each matrix's codes (dense: weights; lossless12:
-                                 // bytes), and of its scales (lossless12: its 4-bit codes)
-  int64_t tables;                // lossless12: first row of the tables
+  Coding matrix[3];
+  int64_t rows;                       // arena rows of a record
+  int64_t hidden, width;              // D and I
+  Type type;                          // of the decoded weights
+  int64_t blocks, escapes, tables;    // lossless12: row blocks of a matrix, entries of a table, and
+                                      // the first row of the tables
 };
 
 // What a product reads: bfloat16 weights as they are, anything else widened to float32.
@@ -85,7 +95,7 @@ struct Kernels {
   // scales: what down_scales gave for the same columns; only rows of down^T need them.
   void (*decode)(const Format& format, const uint16_t* record, int matrix, int64_t row,
                  int64_t first, int64_t count, const float* scales, void* out);
-  // The scales of an int version's down^T for some columns, in the order that decode wants:
+  // The scales of down^T for some columns, in the order that decode wants:
   // 2 · padded(count) floats for each group of rows.
   void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
                       float* out);
@@ -123,8 +133,9 @@ enum Activation { SILU, GELU, GELU_TANH, RELU };
 
 // Where a dense record of kind_of's type has a row; null: it must be decoded.
 static inline const void* row_of(const Format& f, const uint16_t* record, int matrix, int64_t row) {
-  if (f.version != Version::Dense || f.type == Type::F16) return nullptr;
-  return record + (matrix * f.width + row) * f.hidden * (size_of(f.type) / 2);
+  const Coding& c = f.matrix[matrix];
+  if (c.kind != Codes::Dense || f.type == Type::F16) return nullptr;
+  return record + (c.codes + row * (size_of(f.type) / 2)) * f.hidden;
 }
 
 // The kernels that MOEJAX_CPU_ISA names, or the best that this machine has and that were tested;

@@ -227,7 +227,8 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
   Buffer<float> sums(open * width);
   Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
-  Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * 2 * width);
+  const int64_t group = std::max<int64_t>(e.format->matrix[DOWN].group, 1);
+  Buffer<float> scales((c.width + group - 1) / group * 2 * width);
   work.k.down_scales(*e.format, e.record, first, count, scales.get());
   const Columns columns = {e, first, count, scales.get(), scratch.get()};
   for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {

@@ -15,6 +15,10 @@ struct Decoded {
   uint16_t* cell;
 };
 
+bool decoded_on_the_way(const StoredVersion& v) {
+  return v.cell.matrix[GATE].kind != v.held.matrix[GATE].kind;
+}
+
 }  // namespace
 
 void copy_all(Pool& pool, const std::vector<Copy>& copies) {
@@ -44,7 +48,7 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
                              " of layer " + std::to_string(c.layer) + ",";
     numbers[i] = all.versions.size() == 1 ? 0 : c.version[i];
     const StoredVersion& version = all.version(numbers[i], name);
-    const bool decodes = version.cell.version != version.held.version;
+    const bool decodes = decoded_on_the_way(version);
     const uint16_t* record = all.stored(numbers[i], c.layer, expert, decodes, name);
     uint16_t* cell = all.cell(version, c.row[i], name);
     if (decodes) decoded.push_back({version, record, cell});
@@ -53,7 +57,7 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
   // The copying of records is left to the queue, and cells that are written here to us.
   for (int64_t i = 0; all.supply && i < c.count; i++) {
     const StoredVersion& version = all.versions[numbers[i]];
-    if (version.cell.version != version.held.version) all.supply->queue->vacate(c.row[i]);
+    if (decoded_on_the_way(version)) all.supply->queue->vacate(c.row[i]);
     else all.supply->bring(numbers[i], c.layer, c.expert[i], c.row[i],
                            all.arena + c.row[i] * all.hidden, c.ahead);
   }

@@ -7,11 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.records.format import MATRICES, RecordFormat
+from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
 
-_FIELDS = 13
+_FIELDS = 25
 """Numbers of a format (`kFields` of handlers.cc)."""
+
+_SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
+_PRODUCTS = (None, "bfloat16", "float16")
+"""What scales are and products are rounded to, in the order of `ScaleType` and `Rounding` of
+kernels.h."""
 
 
 def versions(
@@ -24,7 +29,7 @@ def versions(
     """
     if formats is None:
         numbers = np.zeros((len(stores), 2, _FIELDS), np.int64)
-        numbers[:, :, 1] = [[store.shape[2]] for store in stores]
+        numbers[:, :, 0] = [[store.shape[2]] for store in stores]
         places, width = [range(store.shape[0]) for store in stores], 0
     else:
         numbers = np.array(
@@ -48,16 +53,17 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
     def first(matrix, *names):
         return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
 
-    lossless, number = "bytes" in fmt.encoding.fields, fmt.encoding.native
-    assert number is not None, "resolve_ops gives versions that only XLA reads no native op"
-    return [
-        number,
-        fmt.rows,
-        fmt.group_in,
-        fmt.group_out,
-        fmt.blocks,
-        fmt.escapes,
-        *(first(matrix, "_bytes" if lossless else "_codes", "") for matrix in MATRICES),
-        *(first(matrix, "_codes" if lossless else "_scales") for matrix in MATRICES),
-        first("tables", ""),
-    ]
+    numbers = [fmt.rows, fmt.blocks, fmt.escapes, first("tables", "")]
+    for matrix, encoding in fmt.encodings.items():
+        assert encoding.native is not None, "resolve_ops gives other versions no native op"
+        lossless = "bytes" in encoding.fields
+        numbers += [
+            encoding.native,
+            _SCALES.index(encoding.scale),
+            _PRODUCTS.index(encoding.product),
+            fmt.group_of(matrix),
+            encoding.across,
+            first(matrix, "_bytes" if lossless else "_codes", ""),
+            first(matrix, "_codes" if lossless else "_scales"),
+        ]
+    return numbers

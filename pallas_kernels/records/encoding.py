@@ -46,8 +46,10 @@ class Encoding:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     """Dtypes of runs that can have this version."""
     native: int | None = None
-    """The version's number in native CPU ops (`Version` of kernels.h); None: only XLA computes with
-    it."""
+    """What native CPU ops take the codes for (`Codes` of kernels.h); None: they cannot read
+    them."""
+    kernels: bool = False
+    """Whether Pallas kernels read records of it."""
     value: Callable[[jax.Array], jax.Array] | None = None
     """float32 values of codes uint16, before their scale; None: code − zero."""
     nearest: Callable[[np.ndarray], np.ndarray] | None = None
@@ -70,11 +72,11 @@ class Encoding:
         return np.asarray(self.value(jnp.asarray(codes)))
 
 
-DENSE = Encoding(native=0)
-LOSSLESS12 = Encoding(("bytes", "codes", "tables"), 4, dtypes=("bfloat16",), native=4)
-INT8 = Encoding(SCALED, 8, 128.0, GROUPS, native=1)
-INT4 = Encoding(SCALED, 4, 8.0, GROUPS, native=2)
-INT2 = Encoding(SCALED, 2, 1.5, GROUPS, native=3)
+DENSE = Encoding(native=0, kernels=True)
+LOSSLESS12 = Encoding(("bytes", "codes", "tables"), 4, dtypes=("bfloat16",), native=4, kernels=True)
+INT8 = Encoding(SCALED, 8, 128.0, GROUPS, native=1, kernels=True)
+INT4 = Encoding(SCALED, 4, 8.0, GROUPS, native=2, kernels=True)
+INT2 = Encoding(SCALED, 2, 1.5, GROUPS, native=3, kernels=True)
 
 ZEROS = {encoding.bits: encoding.zero for encoding in (INT8, INT4, INT2)}
 """Bits of an integer code → the code that means 0."""
@@ -100,8 +102,8 @@ def iq4_value(codes: jax.Array) -> jax.Array:
 
 
 GGUF = {
-    "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0),
-    "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0),
+    "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0, native=1),
+    "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0, native=2),
     "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0),
 }
 """Formats of GGUF files, by ggml's names of them."""
@@ -110,21 +112,22 @@ _ZEROS = ("codes", "scales", "zeros")
 _GLOBAL = ("codes", "scales", "global")
 
 _CODES = {
-    "fp8": Encoding(bits=8, value=float8_value, largest=448.0),
-    "fp4": Encoding(bits=4, value=float4_value, largest=6.0),
-    "int8": Encoding(bits=8, zero=128.0, largest=128.0),
-    "int4": Encoding(bits=4, zero=8.0, largest=8.0),
+    "fp8": Encoding(bits=8, value=float8_value, largest=448.0, native=5),
+    "fp4": Encoding(bits=4, value=float4_value, largest=6.0, native=6),
+    "int8": Encoding(bits=8, zero=128.0, largest=128.0, native=1),
+    "int4": Encoding(bits=4, zero=8.0, largest=8.0, native=2),
 }
 _SCALES: dict[str, dict[str, Any]] = {
     "f32": {"scale": "float32"},
     "bf16": {"scale": "bfloat16", "product": "bfloat16"},
     "f16": {"scale": "float16", "product": "float16"},
     "e8m0": {"scale": "float8_e8m0fnu"},
-    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times"},
+    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times", "native": None},
     "e4m3divf32": {
         "scale": "float8_e4m3fn",
         "fields": _GLOBAL,
         "whole": "over",
+        "native": None,
         "product": "bfloat16",
     },
 }
@@ -153,4 +156,4 @@ def read_name(name: str) -> Encoding | None:
     if not zero:
         return encoding
     most = float((1 << encoding.bits) - 1)
-    return dataclasses.replace(encoding, fields=_ZEROS, zero=0.0, largest=most)
+    return dataclasses.replace(encoding, fields=_ZEROS, zero=0.0, largest=most, native=None)

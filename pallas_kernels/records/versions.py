@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.records.encoding import Encoding
 from pallas_kernels.records.format import RecordFormat, encodings_of
 
 
@@ -41,19 +42,38 @@ READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
 """Ops that take formats."""
 
 
-def why_xla_only(versions: Sequence[str], also: str | None = None) -> dict[str, str]:
-    """Op → why neither its kernel nor its native op runs with these versions.
+def why_no_kernel(versions: Sequence[str], also: str | None = None) -> dict[str, str]:
+    """Op → why its kernel does not run with these versions. Kernels read one format for gate, up
+    and down.
 
     - `also`: what else of the experts only XLA computes, such as biases; None: nothing.
     """
 
-    def is_native(version: str) -> bool:
-        first, *others = encodings_of(version).values()
-        return first.native is not None and all(other == first for other in others)
+    def is_read(encodings: list[Encoding]) -> bool:
+        return encodings[0].kernels and encodings.count(encodings[0]) == len(encodings)
 
-    found = next((version for version in versions if not is_native(version)), None)
-    named = f"records of {found}" if found else also
-    return dict.fromkeys(READERS if named else (), f"only XLA computes with {named}")
+    return _unread(versions, also, "no kernel reads", is_read)
+
+
+def why_no_native(versions: Sequence[str], also: str | None = None) -> dict[str, str]:
+    """The same of its native CPU op."""
+
+    def is_read(encodings: list[Encoding]) -> bool:
+        return all(encoding.native is not None for encoding in encodings)
+
+    return _unread(versions, also, "no native CPU op reads", is_read)
+
+
+def _unread(
+    versions: Sequence[str],
+    also: str | None,
+    what: str,
+    is_read: Callable[[list[Encoding]], bool],
+) -> dict[str, str]:
+    found = next((v for v in versions if not is_read([*encodings_of(v).values()])), None)
+    if found is not None:
+        return dict.fromkeys(READERS, f"{what} records of {found}")
+    return dict.fromkeys(READERS if also else (), f"only XLA computes with {also}")
 
 
 def stored_in_part(formats: Formats | None) -> tuple[int, ...]:

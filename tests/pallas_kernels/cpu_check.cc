@@ -316,13 +316,28 @@ void check_plan() {
 
 int64_t up_to(int64_t n, int64_t parts) { return (n + parts - 1) / parts; }
 
+bool scaled(Codes kind) { return kind != Codes::Dense && kind != Codes::Lossless12; }
+
+int bits_of(Codes kind) {
+  return kind == Codes::Int8 || kind == Codes::E4M3 ? 8 : kind == Codes::Int2 ? 2 : 4;
+}
+
 // The numbers of pallas_kernels/records/format.py.
-Format format(Version version, int64_t hidden, int64_t width, Type type) {
+// others: up and down may be of another kind.
+Format format(Codes kind, int64_t hidden, int64_t width, Type type, bool others = false) {
   Format f = {};
-  f.version = version, f.hidden = hidden, f.width = width, f.type = type;
+  f.hidden = hidden, f.width = width, f.type = type, f.blocks = up_to(width, 32);
   const auto group = [](int64_t n) { return n % 128 == 0 ? 128 : n % 64 == 0 ? 64 : 32; };
-  f.group_in = group(hidden), f.group_out = group(width);
-  f.blocks = up_to(width, 32);
+  const bool foreign = scaled(kind) && pick(0, 1);  // as checkpoints have it
+  others &= kind != Codes::Lossless12 && pick(0, 1);
+  for (Coding& c : f.matrix) {
+    do c.kind = others ? static_cast<Codes>(pick(0, 6)) : kind;
+    while (others && c.kind == Codes::Lossless12);
+    c.group = group(&c == f.matrix + DOWN ? width : hidden), c.across = 1;
+    if (!foreign) continue;
+    c.group = 16 * pick(1, 9), c.across = pick(0, 1) ? 1 : pick(2, 40);
+    c.scale = static_cast<ScaleType>(pick(0, 3)), c.product = static_cast<Rounding>(pick(0, 2));
+  }
   int64_t entries = 32;
   while (entries < 256 && entries < 32 * hidden / 256) entries *= 2;
   f.escapes = entries - 1;
@@ -331,50 +346,59 @@ Format format(Version version, int64_t hidden, int64_t width, Type type) {
     next += rows;
     return next - rows;
   };
-  if (version == Version::Dense) {
-    f.rows = 3 * width * size_of(type) / 2;
-    return f;
+  for (Coding& c : f.matrix) {
+    const int64_t planes = 16 / (scaled(c.kind) ? bits_of(c.kind) : 8);
+    c.codes = part(c.kind == Codes::Dense ? width * size_of(type) / 2 : up_to(width, planes));
   }
-  const int64_t bits[] = {16, 8, 4, 2, 8};
-  const int64_t planes = 16 / bits[(int)version];
-  for (auto& first : f.codes) first = part(up_to(width, planes));
-  if (version == Version::Lossless12) {
-    for (auto& first : f.extra) first = part(up_to(width, 4));
-    f.tables = part(up_to(3 * f.blocks * (1 + f.escapes), hidden));
-  } else {
-    const int64_t scales = up_to(width * up_to(hidden, f.group_in), hidden);
-    f.extra[GATE] = part(scales), f.extra[UP] = part(scales);
-    f.extra[DOWN] = part(up_to(width, f.group_out));
+  for (Coding& c : f.matrix) {
+    const int64_t size = c.scale == ScaleType::F32 ? 4 : c.scale == ScaleType::E8M0 ? 1 : 2;
+    const bool down = &c == f.matrix + DOWN;
+    const int64_t along = down ? width : hidden, other = down ? hidden : width;
+    const int64_t scales = up_to(along, c.group) * up_to(other, c.across) * size;
+    if (c.kind == Codes::Lossless12) c.extra = part(up_to(width, 4));
+    else if (scaled(c.kind)) c.extra = part(up_to(scales, 2 * hidden));
   }
+  if (kind == Codes::Lossless12) f.tables = part(up_to(3 * f.blocks * (1 + f.escapes), hidden));
   f.rows = next + next % 2;
   return f;
 }
 
 std::vector<uint16_t> record_of(const Kernels& k, const Format& f) {
   std::vector<uint16_t> record(f.rows * f.hidden);
-  if (f.version == Version::Dense) {
-    const auto weights = draw(k, f.type, 3 * f.width * f.hidden, 0.1f);
-    std::memcpy(record.data(), weights.data(), weights.size());
-    return record;
-  }
   for (auto& element : record) element = (uint16_t)pick(0, 0xffff);
-  if (f.version == Version::Lossless12) {
+  if (f.matrix[GATE].kind == Codes::Lossless12) {
     for (int64_t b = 0; b < 3 * f.blocks; b++) {
       uint16_t* table = &record[f.tables * f.hidden + b * (1 + f.escapes)];
       for (int64_t i = 0; i <= f.escapes; i++) table[i] = (uint16_t)(i ? 0x3c00 + i : 124);
     }
     return record;
   }
-  for (int64_t i = f.extra[GATE] * f.hidden; i < f.rows * f.hidden; i++) {
-    record[i] = (uint16_t)(0x0800 + pick(0, 1023));  // 2^-13 to 2^-12
+  for (int m : {GATE, UP, DOWN}) {
+    const Coding& c = f.matrix[m];
+    if (c.kind == Codes::Dense) {
+      const auto weights = draw(k, f.type, f.width * f.hidden, 0.1f);
+      std::memcpy(&record[c.codes * f.hidden], weights.data(), weights.size());
+      continue;
+    }
+    int64_t end = f.rows;
+    for (const Coding& other : f.matrix) if (other.extra > c.extra) end = std::min(end, other.extra);
+    for (int64_t i = c.extra * f.hidden; i < end * f.hidden; i++) {
+      // 2^-13 to 2^-12; in pairs of float32, and in bytes, about so.
+      record[i] = (uint16_t)(0x0800 + pick(0, 1023));
+      if (c.scale == ScaleType::BF16 || (c.scale == ScaleType::F32 && (i - c.extra * f.hidden) % 2)) {
+        record[i] = (uint16_t)(0x3900 + pick(0, 127));
+      }
+      if (c.scale == ScaleType::E8M0) record[i] = (uint16_t)(0x7373 - pick(0, 1) - 256 * pick(0, 1));
+    }
   }
   return record;
 }
 
 double weight(const Kernels& k, const Format& f, const uint16_t* r, int matrix, int64_t i,
               int64_t c) {
-  if (f.version == Version::Dense) {
-    return value(f.type, (const char*)r, (matrix * f.width + i) * f.hidden + c);
+  const Coding& m = f.matrix[matrix];
+  if (m.kind == Codes::Dense) {
+    return value(f.type, (const char*)(r + m.codes * f.hidden), i * f.hidden + c);
   }
   const auto code = [&](int64_t first, int bits) {
     const int64_t planes = 16 / bits;
@@ -385,20 +409,34 @@ double weight(const Kernels& k, const Format& f, const uint16_t* r, int matrix, 
         matrix == DOWN ? along % size * f.hidden + c : i * size + along % size;
     return (r[row + place] >> (bits * (along / size))) & ((1 << bits) - 1);
   };
-  if (f.version == Version::Lossless12) {
+  if (m.kind == Codes::Lossless12) {
     const uint16_t* table = r + f.tables * f.hidden + (matrix * f.blocks + i / 32) * (1 + f.escapes);
-    const int byte = code(f.codes[matrix], 8), exponent = code(f.extra[matrix], 4);
+    const int byte = code(m.codes, 8), exponent = code(m.extra, 4);
     uint32_t bits = ((byte & 0x80) << 8) | (byte & 0x7f) | ((table[0] - exponent) << 7);
     if (exponent == 15) bits = table[1 + std::min<int64_t>(byte, f.escapes - 1)];
     return bits_to_float(bits << 16);
   }
-  const int bits = f.version == Version::Int8 ? 8 : f.version == Version::Int4 ? 4 : 2;
-  const double zero = bits == 2 ? 1.5 : 1 << (bits - 1);
-  const int64_t groups = up_to(f.hidden, f.group_in);
-  const int64_t place = matrix == DOWN ? i / f.group_out * f.hidden + c : i * groups + c / f.group_in;
-  const double scale = value(Type::F16, (const char*)(r + f.extra[matrix] * f.hidden), place);
-  const std::vector<float> exact = {(float)((code(f.codes[matrix], bits) - zero) * scale)};
-  return value(f.type, rounded(k, f.type, exact).data(), 0);
+  const int bits = bits_of(m.kind), n = code(m.codes, bits);
+  double number = n - (bits == 2 ? 1.5 : 1 << (bits - 1));
+  if (m.kind == Codes::E4M3 || m.kind == Codes::E2M1) {
+    const int fractions = bits == 8 ? 3 : 1, exponent = (n & ((1 << (bits - 1)) - 1)) >> fractions;
+    const double fraction = (n & ((1 << fractions) - 1)) / (double)(1 << fractions);
+    number = std::ldexp(exponent ? 1 + fraction : fraction, std::max(exponent, 1) - (bits == 8 ? 7 : 1));
+    if (n >> (bits - 1)) number = -number;
+  }
+  const int64_t reduced = matrix == DOWN ? i : c, other = matrix == DOWN ? c : i;
+  const int64_t place = matrix == DOWN
+                            ? i / m.group * up_to(f.hidden, m.across) + other / m.across
+                            : other / m.across * up_to(f.hidden, m.group) + reduced / m.group;
+  const char* scales = (const char*)(r + m.extra * f.hidden);
+  double scale;
+  if (m.scale == ScaleType::E8M0) scale = std::ldexp(1, (uint8_t)scales[place] - 127);
+  else scale = value(m.scale == ScaleType::F16 ? Type::F16 : m.scale == ScaleType::BF16 ? Type::BF16 : Type::F32, scales, place);
+  std::vector<float> once = {(float)(number * scale)};
+  const auto round = [&](Type type) { once[0] = (float)value(type, rounded(k, type, once).data(), 0); };
+  if (m.product != Rounding::Whole) round(m.product == Rounding::F16 ? Type::F16 : Type::BF16);
+  round(f.type);
+  return once[0];
 }
 
 void check_experts(const Kernels& k) {
@@ -412,8 +450,8 @@ void check_experts(const Kernels& k) {
   std::vector<StoredVersion> versions(pick(1, 2));
   std::vector<std::vector<uint16_t>> stores, records;
   for (auto& v : versions) {
-    const int most = type == Type::BF16 ? 4 : 3;
-    v.cell = v.held = format(static_cast<Version>(pick(0, most)), hidden, width, type);
+    do v.cell = v.held = format(static_cast<Codes>(pick(0, 6)), hidden, width, type, true);
+    while (type != Type::BF16 && v.cell.matrix[GATE].kind == Codes::Lossless12);
     v.layers = layers, v.experts = experts;
     stores.emplace_back(layers * experts * v.held.rows * hidden, 0xffff);
     v.store = stores.back().data();
@@ -485,14 +523,35 @@ void check_experts(const Kernels& k) {
   expect(refused(run), "an expert that is not there");
 }
 
+// Any part of a row of any format has exactly the weights that its text says.
+void check_decode(const Kernels& k) {
+  const Type type = any_type();
+  const int64_t hidden = 8 * pick(1, 90), width = pick(1, 200);
+  Format f;
+  do f = format(static_cast<Codes>(pick(1, 6)), hidden, width, type);
+  while (type != Type::BF16 && f.matrix[GATE].kind == Codes::Lossless12);
+  const auto record = record_of(k, f);
+  const Type kind = kind_of(type);
+  for (int matrix : {GATE, UP, DOWN}) {
+    const int64_t first = pick(0, hidden - 1), count = pick(1, hidden - first), row = pick(0, width - 1);
+    std::vector<float> scales(up_to(width, f.matrix[DOWN].group) * 2 * padded(count));
+    std::vector<char> out(count * size_of(kind));
+    k.down_scales(f, record.data(), first, count, scales.data());
+    k.decode(f, record.data(), matrix, row, first, count, scales.data(), out.data());
+    for (int64_t i = 0; i < count; i++) {
+      const double want = weight(k, f, record.data(), matrix, row, first + i);
+      expect(value(kind, out.data(), i) == want, "decode: another weight");
+    }
+  }
+}
+
 // A token alone, whose experts' rows are multiplied as they are decoded, has the bits that it has
 // among 20, for which rows are decoded first.
 void check_encoded(const Kernels& k) {
   Threads pool;
-  const Version known[] = {Version::Int8, Version::Int4, Version::Lossless12};
   const int64_t hidden = 512 * pick(1, 5), width = 64 * pick(1, 3), tokens = 20;
   StoredVersion v = {};
-  v.cell = v.held = format(known[pick(0, 2)], hidden, width, Type::BF16);
+  v.cell = v.held = format(static_cast<Codes>(pick(1, 6)), hidden, width, Type::BF16);
   v.layers = v.experts = 1;
   const auto record = record_of(k, v.cell);
   v.store = record.data();
@@ -672,6 +731,7 @@ int main(int argc, char** argv) {
     rng.seed((unsigned)std::atoi(argv[1]));
     for (int i = 0; i < std::atoi(argv[2]); i++) {
       check_linear(*kernels);
+      check_decode(*kernels);
       check_experts(*kernels);
       check_encoded(*kernels);
       check_attention(*kernels);

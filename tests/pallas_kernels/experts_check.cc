@@ -72,7 +72,8 @@ struct Round {
 
   Round() {
     format.hidden = 16 * pick(1, 8), format.width = 4 * pick(1, 24), format.type = Type::BF16;
-    format.rows = 3 * format.width, format.group_in = format.group_out = 64;
+    format.rows = 3 * format.width;
+    for (int m : {UP, DOWN}) format.matrix[m].codes = m * format.width;
     store.resize((size_t)(kLayers * kExperts * format.rows * format.hidden));
     for (auto& bits : store) bits = (uint16_t)(pick(0, 1) << 15 | (0x3d00 + pick(0, 0x1ff)));
     arena.assign((size_t)(std::max<int64_t>(cells, 1) * format.rows * format.hidden), 0x7fff);

@@ -48,7 +48,7 @@ from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
-from pallas_kernels.records.versions import why_xla_only
+from pallas_kernels.records.versions import why_no_kernel, why_no_native
 
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
@@ -139,7 +139,6 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     versions = *resident_versions(precision, model.store), *packed
     layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
     formats = formats_of(precision, layout, model.store, packed)
-    xla_only = why_xla_only(versions, config.xla_only)
     with user_errors():
         ops = resolve_ops(
             settings.ops,
@@ -147,8 +146,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             dtype=model.dtype,
             no_kernel=without_kernel(config)
             | apart(options.transfer.driver.name, formats)
-            | xla_only,
-            no_native=xla_only,
+            | why_no_kernel(versions, config.xla_only),
+            no_native=why_no_native(versions, config.xla_only),
             shared_kib=device.shared_kib,
         )
     seqs, tokens, length = limits_of(settings, model, device)

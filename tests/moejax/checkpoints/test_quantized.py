@@ -60,6 +60,10 @@ OPTIONS = {
     "host": {"driver": "host", "expert_budget": "50%"},
     "stream": {"driver": "stream", "ops": "xla"},
     "prefetch": {"prefetch": "random", "expert_budget": "50%"},
+    "queue": {"transfers": "queue", "prefetch": "random", "expert_budget": "50%"},
+    "shared": {"store": "shared", "expert_budget": "30%"},
+    "native stream": {"driver": "stream"},
+    "placement": {"driver": "host", "placement": "greedy", "expert_budget": "30%"},
 }
 
 
@@ -357,8 +361,6 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
             notes = " ".join(llm.plan.budget.notes)
             assert said in notes and "other fp8 matrices are dequantized to bfloat16" in notes
             assert "activations stay bfloat16" in notes
-    with pytest.raises(UserError, match="only XLA computes with records of fp8-16x32-f32"):
-        LLM(path, ops="cpu", dtype="bfloat16", **LIMITS)
     with pytest.raises(UserError, match="reads dense experts of safetensors files"):
         LLM(path, store="file", **LIMITS)
 
