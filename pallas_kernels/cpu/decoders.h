@@ -138,6 +138,18 @@ struct Values {
 template <Codes kind>
 constexpr Values<kind> kValues;
 
+// The values of codes first, first + step … in the lanes of a vector, from the beginning again behind
+// the last one.
+template <Codes kind, int first, int step>
+struct Lanes {
+  alignas(64) float of[MOEJAX_LANES];
+  constexpr Lanes() : of() {
+    for (int i = 0; i < MOEJAX_LANES; i++) of[i] = value_of(kind, (first + i * step) % (1 << bits_of(kind)));
+  }
+};
+template <Codes kind, int first, int step>
+constexpr Lanes<kind, first, step> kLanes;
+
 // Whether weights are exact in float32 and have at most 8 + 11 bits.
 INLINE bool short_weights(const Coding& c) {
   return c.scale == ScaleType::F16 && c.product != Rounding::F16;
@@ -247,17 +259,11 @@ struct Plane {
   // half: products are rounded to float16 at first.
   INLINE void set(vf scale, bool half) {
 #ifdef __AVX512BF16__
-    vf weights;
-    for (int i = 0; i < L; i++) weights[i] = value_of(kind, i % (1 << bits));
-    weights = weights * scale;
+    vf weights = load<vf>(kLanes<kind, 0, 1>.of) * scale;
     if (half) weights = through_f16(weights);
     table = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights, (__m512)weights);
 #else
-    vf even, odd;
-    for (int i = 0; i < L; i++) {
-      even[i] = value_of(kind, 2 * i % (1 << bits)), odd[i] = value_of(kind, (2 * i + 1) % (1 << bits));
-    }
-    even = even * scale, odd = odd * scale;
+    vf even = load<vf>(kLanes<kind, 0, 2>.of) * scale, odd = load<vf>(kLanes<kind, 1, 2>.of) * scale;
     if (half) even = through_f16(even), odd = through_f16(odd);
     table = (__m512i)((upper_bf16(even) >> 16) | upper_bf16(odd));
 #endif

@@ -518,11 +518,12 @@ struct Table {
 
 template <Codes kind>
 INLINE Table table_of(float scale, bool half) {
-  vf first, second;
-  for (int i = 0; i < L; i++) {
-    first[i] = value_of(kind, i / 4 * 8 + i % 4), second[i] = value_of(kind, i / 4 * 8 + i % 4 + 4);
-  }
-  first = first * scale, second = second * scale;
+  alignas(64) static constexpr float values[2][8] = {
+      {value_of(kind, 0), value_of(kind, 1), value_of(kind, 2), value_of(kind, 3), value_of(kind, 8),
+       value_of(kind, 9), value_of(kind, 10), value_of(kind, 11)},
+      {value_of(kind, 4), value_of(kind, 5), value_of(kind, 6), value_of(kind, 7), value_of(kind, 12),
+       value_of(kind, 13), value_of(kind, 14), value_of(kind, 15)}};
+  vf first = load<vf>(values[0]) * scale, second = load<vf>(values[1]) * scale;
   if (half) first = through_f16(first), second = through_f16(second);
   const vu both = (upper_bf16(first) >> 16) | upper_bf16(second);
   const __m256i bytes = _mm256_shuffle_epi8(
