@@ -64,7 +64,8 @@ def make_app(
     - `tool_call_parser`: how the model writes calls of tools and reasoning, see AnswerReader.
     """
     tokenizer = llm.get_tokenizer()
-    reader = AnswerReader(tokenizer and tokenizer.get_chat_template(), tool_call_parser)
+    template = tokenizer.get_chat_template() if tokenizer and tokenizer.chat_template else None
+    reader = AnswerReader(template, tool_call_parser)
     began, longest = int(time.time()), llm.engine.scheduler.max_model_len
     live, counted = LiveView(llm, served, model), Metrics(llm, model)
 

@@ -171,6 +171,18 @@ def test_a_tool_that_must_be_called(server, choice):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_a_model_without_a_chat_template_completes(server, monkeypatch):
+    monkeypatch.setattr(server.llm.get_tokenizer(), "chat_template", None)
+    second = Served.__new__(Served)
+    second.llm, second.served = server.llm, server.served
+    second.listen(http_app.make_app(server.llm, server.served, "tiny", None))
+    status, found = second.ask(COMPLETIONS, {"prompt": "The old house", **GREEDY})
+    refused = second.ask(CHAT, {"messages": MESSAGES})
+    second.end()
+    assert status == 200 and [c["text"] for c in found["choices"]] == server.texts[0]
+    assert refused[0] == 400 and "no chat template" in refused[1]["error"]["message"]
+
+
 def test_reasoning_is_apart_from_the_answer(server, monkeypatch):
     template = "{{ messages[0]['content'] }}{% if tools %}{{ tools | tojson }}{% endif %}<think>"
     monkeypatch.setattr(server.llm.get_tokenizer(), "chat_template", template)
