@@ -43,6 +43,10 @@ CONFIGURATIONS = {
         "latent_write .*",
         *(f"paged_attention {of} heads .*" for of in ("decode", "prefill")),
     ),
+    "gpt-oss-20b": (
+        r"paged_attention decode and write heads \S+ block \d+ window 128 sinks.*",
+        "paged_attention prefill heads .* window 128 sinks",
+    ),
     "Phi-3.5-MoE": ("layer_norm 4096", "route 16 top 2 sparsemixer .*"),
     "DeepSeek-V3": ("route 256 top 8 sigmoid .* corrected",),
 }
