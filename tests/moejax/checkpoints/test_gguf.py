@@ -47,7 +47,7 @@ def test_every_weight_is_that_of_the_dequantized_checkpoint(family, directory):
         assert np.array_equal(leaves(found)[name], leaf), name
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)])
 def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory):
     path = directory / f"{family}-run.gguf"
     model = gguf_model(path, family)

@@ -27,6 +27,8 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False}
 FAMILIES = {"fp8-16x32-f32": ("Qwen3Moe", "DeepseekV3", "Mixtral")}
 RUN = [*[*FORMATS][:9], "awq:int4-32-f16-zero", "gptq:int4-16-f16"]
 CASES = [(v, family) for v in RUN for family in FAMILIES.get(v, ("Qwen3Moe",))]
+IN_CI = [CASES[0], *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", *RUN[-2:]))]
+"""The first one in the quick suite too; what a record of each format means is tested below."""
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +42,20 @@ def run(path, **options):
         return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
 
 
-@pytest.mark.parametrize(("version", "family"), CASES)
+@pytest.mark.parametrize(
+    ("version", "family"),
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.slow] * (n > 0) + [pytest.mark.nightly] * (case not in IN_CI)
+        )
+        for n, case in enumerate(CASES)
+    ],
+)
 def test_tokens_and_logits_are_those_of_the_dequantized_model(version, family, directory):
     path = directory / f"{version}-{family}"
     model = quantized_model(path, version, family)
     stats, found = run(path)
     assert stats["precision"]["versions"] == [version.partition(":")[2] or version]
-    _, dense = run(path.with_name(f"{path.name}-dense"))
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in dense]
     for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
         wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         for each, token, row in zip(chosen, tokens, wanted, strict=True):
@@ -74,6 +82,7 @@ def fp8(directory):
     return path, {ops: run(path, ops=ops)[1] for ops in ("auto", "xla")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_budget_or_driver_changes_a_bit(options, fp8):
     path, wanted = fp8
@@ -330,6 +339,7 @@ def dequantized(path, chosen):
     return edit
 
 
+@pytest.mark.slow
 def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_path):
     source, version = sources["fp8"], SOURCES["fp8"]
     wanted = run(source, ops="xla")[1]
@@ -341,6 +351,7 @@ def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_pa
     assert run(path, precision="dense", ops="xla")[1] == wanted
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
     source = sources["fp8"]
     path = changed(source, tmp_path / "model", dequantized(source, ".mlp.experts."))
@@ -365,6 +376,7 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
         LLM(path, store="file", **LIMITS)
 
 
+@pytest.mark.slow
 def test_a_conversion_is_dense_and_says_that_it_is(sources, tmp_path):
     path = convert(sources["fp8"], tmp_path / "model", "float32").directory
     assert run(path, ops="xla")[1] == run(sources["fp8"], ops="xla")[1]
