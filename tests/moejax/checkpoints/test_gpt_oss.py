@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 
 from host_offload.versions.encoders import NUMPY_DTYPES
+from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.reference import split_weights
 from tests.moejax.checkpoints.test_quantized import bytes_back, load_torch, set_value
-from tests.moejax.transformers_models import random_model
+from tests.moejax.transformers_models import logprobs, random_model
 
 pytestmark = pytest.mark.torch
 VERSION = "fp4-32-e8m0"
+PROMPTS = [[5, 6, 7, 30], list(range(20, 90))]
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
 EXPERTS = "model.layers.{}.mlp.experts."
 TABLE = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
@@ -53,6 +56,25 @@ def published(tmp_path_factory):
     fields = json.loads((path / "config.json").read_text()) | {"quantization_config": TABLE}
     (path / "config.json").write_text(json.dumps(fields))
     return path, model
+
+
+def run(path, **options):
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "progress": False, "dtype": "float32"}
+    with LLM(path, **limits, **options) as llm:
+        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
+        return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
+
+
+def test_tokens_and_logits_are_those_of_transformers(published):
+    path, model = published
+    stats, found = run(path, expert_budget="50%")
+    assert stats["precision"]["versions"] == [VERSION] and stats["ops"]["expert_ffn"] == "xla"
+    for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
+        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        for each, token, row in zip(chosen, tokens, wanted, strict=True):
+            assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+    for options in ({"expert_budget": "0"}, {"driver": "host"}):
+        assert run(path, **options)[1] == found, options
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -117,3 +139,10 @@ def test_what_no_expert_can_be_made_of_is_refused_by_its_name(published, case, t
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, versions=("checkpoint",))
+
+
+def test_a_conversion_dequantizes(published, tmp_path):
+    from moejax.checkpoints.conversion import convert
+
+    path = convert(published[0], tmp_path / "model", "float32").directory
+    assert run(path)[1] == run(published[0])[1]
