@@ -507,7 +507,7 @@ void check_experts(const Kernels& k) {
     }
     const std::string what = std::string("expert_ffn by ") + k.name + ", type " +
                              std::to_string((int)type) + ", version " +
-                             std::to_string((int)f.version) + ", " + std::to_string(hidden) + " x " +
+                             std::to_string((int)f.matrix[GATE].kind) + ", " + std::to_string(hidden) + " x " +
                              std::to_string(width);
     for (int64_t d = 0; d < hidden; d++) {
       near(type, got[d], want[d], what, std::sqrt(squares[d]));
