@@ -69,7 +69,6 @@ OPTIONS = {
     "stream": {"driver": "stream", "ops": "xla"},
     "prefetch": {"prefetch": "random", "expert_budget": "50%"},
     "queue": {"transfers": "queue", "prefetch": "random", "expert_budget": "50%"},
-    "shared": {"store": "shared", "expert_budget": "30%"},
     "native stream": {"driver": "stream"},
     "placement": {"driver": "host", "placement": "greedy", "expert_budget": "30%"},
 }
@@ -374,6 +373,8 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
             assert "activations stay bfloat16" in notes
     with pytest.raises(UserError, match="reads dense experts of safetensors files"):
         LLM(path, store="file", **LIMITS)
+    with pytest.raises(UserError, match="store=shared and precision checkpoint do not go together"):
+        LLM(path, store="shared", **LIMITS)
 
 
 @pytest.mark.slow
