@@ -50,17 +50,29 @@ class AnswerFormat(NamedTuple):
     """A text that the chat templates of the family have."""
 
 
+def _between(text: str, begin: str, end: str) -> Iterator[str]:
+    """Yields the texts between two marks. Takes time linear in the text, which a user can fill with
+    marks; a regular expression would look for `end` from every `begin`."""
+    at = text.find(begin)
+    while at >= 0 and (stop := text.find(end, at + len(begin))) >= 0:
+        yield text[at + len(begin) : stop]
+        at = text.find(begin, stop)
+
+
+_NO_JSON = (ValueError, RecursionError)
+
+
 def _json_call(text: str, name: str, arguments: str) -> Iterator[Call]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except _NO_JSON:
         return
     if isinstance(found, dict) and isinstance(found.get(name), str):
         yield Call(found[name], json.dumps(found.get(arguments, {}), ensure_ascii=False))
 
 
 def _hermes(text: str, types: Types) -> Iterator[Call]:
-    for inner in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
         yield from _json_call(inner, "name", "arguments")
 
 
@@ -70,7 +82,7 @@ def _typed(value: str, schema: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except _NO_JSON:
         return value
 
 
@@ -81,25 +93,29 @@ def _call(name: str, pairs: Sequence[tuple[str, str]], types: Types) -> Call:
 
 
 def _qwen3_coder(text: str, types: Types) -> Iterator[Call]:
-    for inner in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
-        for name, body in re.findall(r"<function=([^>\s]+)>(.*?)</function>", inner, re.DOTALL):
-            pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-            yield _call(name, pairs, types)
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
+        for function in _between(inner, "<function=", "</function>"):
+            name, mark, body = function.partition(">")
+            parameters = (p.partition(">") for p in _between(body, "<parameter=", "</parameter>"))
+            pairs = [(k, v.removeprefix("\n").removesuffix("\n")) for k, _, v in parameters]
+            if name and mark:
+                yield _call(name, pairs, types)
 
 
 def _glm45(text: str, types: Types) -> Iterator[Call]:
-    for inner in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
         name = inner.partition("<arg_key>")[0].strip()
-        pairs = re.findall(
-            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", inner, re.DOTALL
+        arguments = (
+            each.partition("</arg_key>") for each in _between(inner, "<arg_key>", "</arg_value>")
         )
+        pairs = [(key, rest.partition("<arg_value>")[2]) for key, _, rest in arguments]
         if name:
             yield _call(name, pairs, types)
 
 
 def _deepseek(text: str, types: Types) -> Iterator[Call]:
-    whole = r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>"
-    for first, second in re.findall(whole, text, re.DOTALL):
+    for inner in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
+        first, _, second = inner.partition("<｜tool▁sep｜>")
         if first.strip() == "function":  # V3: the name, then the arguments in a code block
             first, _, second = second.partition("\n")
             second = second.strip().removeprefix("```json").removesuffix("```")
@@ -107,21 +123,21 @@ def _deepseek(text: str, types: Types) -> Iterator[Call]:
 
 
 def _kimi(text: str, types: Types) -> Iterator[Call]:
-    whole = r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
-    for name, arguments in re.findall(whole, text, re.DOTALL):
+    for inner in _between(text, "<|tool_call_begin|>", "<|tool_call_end|>"):
+        name, _, arguments = inner.partition("<|tool_call_argument_begin|>")
         yield from _plain(name.strip().removeprefix("functions.").partition(":")[0], arguments)
 
 
 def _harmony(text: str, types: Types) -> Iterator[Call]:
-    whole = r" to=functions\.([\w.-]+)[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\||$)"
-    for name, arguments in re.findall(whole, text, re.DOTALL):
-        yield from _plain(name, arguments)
+    head, _, arguments = text.partition("<|message|>")
+    if name := re.search(r" to=functions\.([\w.-]+)", head):
+        yield from _plain(name[1], arguments)
 
 
 def _plain(name: str, arguments: str) -> Iterator[Call]:
     try:
         json.loads(arguments)
-    except ValueError:
+    except _NO_JSON:
         return
     yield Call(name, arguments.strip())
 
@@ -140,8 +156,12 @@ FORMATS = (
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _MESSAGE = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\||$)", re.DOTALL
+    r"(?:<\|start\|>assistant([^<]*))?<\|channel\|>((?:[^<]|<(?!\|(?:channel|message)\|>))*)"
+    r"<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
+    re.DOTALL,
 )
+"""A message of harmony: its recipient, which may also be in the channel, its channel, its text."""
+_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 
 
 class AnswerReader:
@@ -201,16 +221,16 @@ class AnswerReader:
 
     def _read_channels(self, text: str, whole: bool, types: Types) -> Answer:
         if not whole:  # the mark at the end may not be whole, or a call may go on
-            text = _certain(text, ("<|",), False)
+            text = _certain(text, _MARKS, False)
         reasoning, content, calls = [], [], []
         found = list(_MESSAGE.finditer(text))
         for message in found:
-            channel, said = message[1], message[2]
-            if "to=functions." in channel:
-                last = message is found[-1]
-                if whole or not last:
+            recipient, channel, said = message.groups("")
+            if " to=functions." in f"{recipient} {channel}":
+                if whole or message is not found[-1]:
                     assert self.format is not None
-                    calls += self.format.read_calls(" " + message[0].partition(" ")[2], types)
+                    text = f"{recipient} {channel}<|message|>{said}"
+                    calls += self.format.read_calls(text, types)
             elif channel.strip().startswith("final"):
                 content.append(said)
             else:

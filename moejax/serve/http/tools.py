@@ -25,9 +25,8 @@ class Tools:
 
     def types(self) -> dict[str, Mapping[str, Any]]:
         """Tool → the JSON schemas of its parameters."""
-        return {
-            name: schema.get("properties") or {} for name, schema in _schemas(self.given).items()
-        }
+        found = {name: schema.get("properties") for name, schema in _schemas(self.given).items()}
+        return {name: types if isinstance(types, dict) else {} for name, types in found.items()}
 
     @property
     def forced(self) -> bool:
@@ -39,22 +38,29 @@ class Tools:
         schemas = _schemas(self.given)
         if self.choice != "required":
             return dict(schemas[self.choice])
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": schema},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name, schema in schemas.items()
-        ]
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        calls, shared = [], {}
+        for name, schema in schemas.items():
+            # References like "#/$defs/Place" begin at the root.
+            schema = dict(schema)
+            for part, definition in (schema.pop("$defs", None) or {}).items():
+                if shared.setdefault(part, definition) != definition:
+                    raise UserError(f"tools have two different $defs of the name {shown(part)}")
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": schema},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
+        defs = {"$defs": shared} if shared else {}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1} | defs
 
     def read(self, text: str) -> Answer:
         """Takes a text of that schema apart. A text that ended too early is content."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Answer("", text, ())
         if self.choice != "required":
             return Answer("", "", (Call(self.choice, text.strip()),))
@@ -99,6 +105,8 @@ def _tool(tool: Any) -> Mapping[str, Any]:
         raise UserError(f"each of tools needs a name, got {shown(name)}")
     if parameters is not None and not isinstance(parameters, dict):
         raise UserError(f"the parameters of a tool are a JSON schema, got {shown(parameters)}")
+    if parameters and not isinstance(parameters.get("$defs", {}), dict):
+        raise UserError(f"$defs of a tool must be an object, got {shown(parameters['$defs'])}")
     return tool
 
 

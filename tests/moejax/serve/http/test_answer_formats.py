@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 
 import pytest
 
@@ -36,6 +38,10 @@ HARMONY = (
     f"{ARGUMENTS}"
 )
 THOUGHT = "<think>\nHm.\n</think>\n\nSure.\n"
+HARMONY_ROLE = HARMONY.replace(
+    "assistant<|channel|>commentary to=functions.f ",
+    "assistant to=functions.f<|channel|>commentary ",
+)
 CASES = [
     ("hermes", THOUGHT + JSON),
     ("qwen3_coder", THOUGHT + CODE),
@@ -44,6 +50,7 @@ CASES = [
     ("deepseek_v3", THOUGHT + DEEP3),
     ("kimi_k2", THOUGHT + KIMI),
     ("openai", HARMONY),
+    ("openai", HARMONY_ROLE),
 ]
 
 
@@ -79,6 +86,36 @@ def test_texts_without_calls(text, thinking, answer):
     assert reader.read(text, True, thinking, TYPES) == answer
 
 
+def test_an_operator_is_no_mark_of_harmony():
+    text = "<|channel|>final<|message|>let x = f <| 1\n<|return|>"
+    reader = AnswerReader("", "openai")
+    assert reader.read(text, True, False, TYPES).content == "let x = f <| 1\n"
+    contents = [reader.read(text[:n], False, False, TYPES).content for n in range(len(text))]
+    assert all(b.startswith(a) for a, b in itertools.pairwise(contents))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("openai", "<|channel|>" * 50_000),
+        ("openai", "<|channel|> to=functions." + "a" * 500_000 + "<x<|message|>{}"),
+        ("hermes", "<tool_call>" * 50_000),
+        (
+            "qwen3_coder",
+            f"<tool_call><function=f>{'<parameter=a>' * 50_000}</function></tool_call>",
+        ),
+        ("glm45", f"<tool_call>f{'<arg_key>a</arg_key>' * 50_000}</tool_call>"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 50_000),
+        ("kimi_k2", "<|tool_calls_section_begin|>" + "<|tool_call_begin|>" * 50_000),
+        ("hermes", f"<tool_call>{'[' * 50_000}</tool_call>"),
+    ],
+)
+def test_hostile_texts_are_read_in_linear_time(name, text):
+    began = time.process_time()
+    AnswerReader("", name).read(text, False, False, TYPES)
+    assert time.process_time() - began < 3  # hundreds of seconds in quadratic time
+
+
 def test_marks_mean_nothing_without_tools_or_format():
     assert AnswerReader("<tool_call>").read(JSON, True, False, {}) == Answer("", JSON, ())
     assert AnswerReader("<think> <tool_call>", "none").plain and AnswerReader(None).plain
@@ -97,7 +134,21 @@ def test_tools_that_must_be_called():
     calls = json.dumps([{"name": "f", "parameters": {"x": 1}}])
     assert required.read(calls) == Answer("", "", (Call("f", '{"x": 1}'),))
     assert required.read("[{") == Answer("", "[{", ())
+    assert named.read("[" * 100_000).content
     assert not read_tools([TOOL], "none").given and not read_tools([TOOL], None).forced
+
+
+def test_references_in_the_schemas_of_tools_are_found():
+    place = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {"properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    tools = [{"function": {"name": name, "parameters": schema}} for name in "fg"]
+    grammar = read_tools(tools, "required").grammar()
+    assert grammar["$defs"] == {"Place": place} and "$defs" in schema
+    tools[1]["function"]["parameters"] = {"$defs": {"Place": {}}}
+    with pytest.raises(UserError, match="two different"):
+        read_tools(tools, "required").grammar()
+    odd = [{"function": {"name": "f", "parameters": {"properties": [1]}}}]
+    assert read_tools(odd, None).types() == {"f": {}}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +160,7 @@ def test_tools_that_must_be_called():
         ([{"type": "web_search"}], None, "each of tools must be"),
         ([{"function": {"name": ""}}], None, "needs a name"),
         ([{"function": {"name": "f", "parameters": 3}}], None, "a JSON schema"),
+        ([{"function": {"name": "f", "parameters": {"$defs": 3}}}], None, "must be an object"),
         ([TOOL], {"function": {"name": "g"}}, "none of tools"),
         ([TOOL], "sometimes", "tool_choice must be"),
         (None, "required", "needs tools"),
