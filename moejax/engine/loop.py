@@ -88,7 +88,7 @@ class Engine:
         self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         vocabulary = runner.config.vocab_size
-        self._rules = RuleBook(tokenizer, vocabulary, self.eos_token_ids)
+        self.rules = RuleBook(tokenizer, vocabulary, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
@@ -160,7 +160,7 @@ class Engine:
                 session=None if session_id is None else self.scheduler.sessions[session_id],
                 targets=targets,
                 ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
-                rules=self._rules.rules(params),
+                rules=self.rules.rules(params),
             )
             if self.idle:
                 self.statistics.last_read_s = request.arrival_s
@@ -190,7 +190,7 @@ class Engine:
             )
         self._sampler.check(params)
         require_tokenizer(params, self.tokenizer)
-        self._rules.rules(params)
+        self.rules.rules(params)
         if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
             raise UserError(
                 "log-probabilities of a prompt need all of it computed, and a session's turn takes "

@@ -36,6 +36,9 @@ MAX_STOP = 1024
 MAX_STOP_TOKEN_IDS = 128
 """Most stop_token_ids of a request: min_tokens bans them through the list of biases."""
 
+MAX_BAD_WORDS = 1 << 16
+"""Most characters of all bad_words, which the engine's thread reads."""
+
 MAX_VALUES = 1 << 16
 """Most values that are read from a list, repetitions included, since it may be endless."""
 
@@ -117,7 +120,7 @@ class SamplingParams:
             if not isinstance(given := getattr(self, name), bool):
                 raise UserError(f"{name} must be True or False, got {shown(given)}")
         put("stop", _strings("stop", self.stop))
-        put("bad_words", _strings("bad_words", self.bad_words) or None)
+        put("bad_words", _bad_words(self.bad_words))
         put("allowed_token_ids", _allowed(self.allowed_token_ids))
         put("structured_outputs", _structured(self.structured_outputs))
         stop = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -241,6 +244,13 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if len(found) > MAX_STOP:
         raise UserError(f"at most {MAX_STOP} strings are possible in {name}, got {len(found)}")
     return found
+
+
+def _bad_words(value: object) -> tuple[str, ...] | None:
+    found = _strings("bad_words", value)
+    if sum(map(len, found)) > MAX_BAD_WORDS:
+        raise UserError(f"bad_words have more than {MAX_BAD_WORDS} characters together")
+    return found or None
 
 
 def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:

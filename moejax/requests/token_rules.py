@@ -28,6 +28,12 @@ _SPACES = r" ?|\n{1,2}[ \t]{0,20}"
 """Whitespace between the parts of JSON, as in llama.cpp. A small model may add more for ever."""
 
 
+_NOTHING_LEFT = (
+    "no token may come next: structured_outputs, allowed_token_ids, bad_words and min_tokens "
+    "together leave none"
+)
+
+
 class TokenRules:
     """Says which tokens may come next in one sequence.
 
@@ -54,7 +60,10 @@ class TokenRules:
 
     def push(self, token: int, output: Sequence[int]) -> bool:
         """Takes the token that was chosen, the last one of `output`. Returns whether the grammar
-        has ended. Raises UserError if nothing may come next."""
+        has ended. Raises UserError if nothing may come next, or nothing could come now: min_tokens
+        bans the end where the rules allow nothing else."""
+        if not self.words[token // 32] & _bit(token):
+            raise UserError(_NOTHING_LEFT)
         if self._matcher is not None:
             if not self._matcher.consume_token(token):
                 raise UserError(f"structured_outputs: {self._matcher.get_error().strip()}")
@@ -76,10 +85,7 @@ class TokenRules:
             if list(output[len(output) - before :]) == list(tokens[:-1]):
                 words[0, tokens[-1] // 32] &= ~_bit(tokens[-1])
         if not words.any():
-            raise UserError(
-                "no token may come next: structured_outputs, allowed_token_ids and bad_words leave "
-                "none"
-            )
+            raise UserError(_NOTHING_LEFT)
         self.words = words[0]
 
 
@@ -101,6 +107,8 @@ class RuleBook:
         self._tokens: Any = None
         """The tokenizer as llguidance has it."""
         self._compiled: dict[StructuredOutputsParams, LLMatcher] = {}
+        self._last: tuple[tuple, np.ndarray, list[list[int]]] | None = None
+        """allowed_token_ids and bad_words of the last request, and what was made of them."""
 
     def rules(self, params: SamplingParams) -> TokenRules | None:
         """Returns the rules of a new sequence; None without any. Raises UserError for a grammar
@@ -108,9 +116,20 @@ class RuleBook:
         wanted = params.structured_outputs
         if wanted is None and params.allowed_token_ids is None and params.bad_words is None:
             return None
-        assert not isinstance(wanted, dict)
+        assert isinstance(wanted, StructuredOutputsParams | None)
         matcher = None if wanted is None else self._matcher(wanted)
-        return TokenRules(matcher, self._allowed(params), self._bad(params))
+        # The sequences of a request, thousands perhaps, share them.
+        wants = params.allowed_token_ids, params.bad_words
+        last = self._last
+        if last is None or last[0] != wants:
+            last = self._last = wants, self._allowed(params), self._bad(params)
+        return TokenRules(matcher, *last[1:])
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does the part of `rules` that takes long, on any thread. Raises UserError as it does."""
+        if params.structured_outputs is not None:
+            assert isinstance(params.structured_outputs, StructuredOutputsParams)
+            self._matcher(params.structured_outputs)
 
     def _allowed(self, params: SamplingParams) -> np.ndarray:
         """Returns int32[W], the bits of allowed_token_ids."""
@@ -134,7 +153,7 @@ class RuleBook:
         if (matcher := self._compiled.get(wanted)) is None:
             matcher = self._compile(wanted)
             if len(self._compiled) >= _KEPT:
-                del self._compiled[next(iter(self._compiled))]
+                self._compiled.pop(next(iter(self._compiled)), None)
             self._compiled[wanted] = matcher
         return matcher.deep_copy()
 
@@ -167,7 +186,7 @@ class RuleBook:
 
 
 def _bit(token: int) -> np.int32:
-    return np.array(1 << token % 32, np.uint32).view(np.int32)[()]
+    return np.array([1 << token % 32], np.uint32).view(np.int32)[0]
 
 
 def _grammar(wanted: StructuredOutputsParams) -> str:
@@ -175,11 +194,12 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
 
     if wanted.json is not None or wanted.json_object:
         schema = str(wanted.json or '{"type": "object"}')
-        spaces = {"whitespace_pattern": _SPACES}
+        spaces: Any = {"whitespace_pattern": _SPACES}
         return LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         words = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        words = words.replace("\x7f", "\\u007f")  # Lark's strings have no control characters
         return LLMatcher.grammar_from_lark(f"start: {words}")
     return LLMatcher.grammar_from_lark(wanted.grammar or "")

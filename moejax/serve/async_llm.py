@@ -112,9 +112,10 @@ class AsyncLLM:
         finished = False
         try:
             quick = session_id is None and self._llm.encoder.quick(prompt)
+            quick = quick and params.structured_outputs is None
             with engine.open():
                 executor = self._quick if quick else self._slow
-                encoding = loop.run_in_executor(executor, self._encode, prompt)
+                encoding = loop.run_in_executor(executor, self._encode, asked)
             encoded = await encoding
             await engine.call(partial(engine.submit, stream, encoded, asked))
             while not finished:
@@ -151,6 +152,11 @@ class AsyncLLM:
         what it raises."""
         return await self._engine.call(function)
 
+    def tell(self, function: Callable[[], Any]) -> None:
+        """Runs a function on the engine's thread between two steps, later. It must not raise. Does
+        nothing after the end."""
+        self._engine.tell(function)
+
     async def check_health(self) -> None:
         """Raises EngineDeadError when a step failed, UserError when the AsyncLLM is closed."""
         with self._engine.open():
@@ -167,10 +173,12 @@ class AsyncLLM:
     async def __aexit__(self, *exception) -> None:
         await self.close()
 
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+    def _encode(self, asked: GenerationRequest) -> EncodedPrompt:
         if self._closing:
             raise UserError("this AsyncLLM is closed; make another one")
-        return self._llm.encoder(prompt)
+        # A grammar may take seconds to compile, which no step waits for.
+        self._llm.engine.rules.prepare(asked.sampling_params)
+        return self._llm.encoder(asked.prompt)
 
     def _shut_down(self, timeout_s: float | None = None) -> None:
         with self._shutting:

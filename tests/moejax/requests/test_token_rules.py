@@ -121,6 +121,33 @@ def test_refused_by_the_engine(llm, params, words):
         llm.generate(PROMPT, SamplingParams(**params), use_tqdm=False)
 
 
+def test_a_request_that_min_tokens_leaves_no_token_fails_alone(llm):
+    ends = {"allowed_token_ids": [20], "stop_token_ids": [20]}
+    stuck = SamplingParams(**ends, min_tokens=4, max_tokens=8)
+    good = SamplingParams(temperature=0, max_tokens=8)
+    expected = llm.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
+    requests = [llm.engine.add(llm.encoder(PROMPT)[1], params) for params in (stuck, good)]
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert "leave none" in str(requests[0].error) and requests[1].output == expected
+
+
+def test_every_character_can_be_a_choice():
+    book = RuleBook(load_tokenizer(model_directory("demo")), 4096, [0])
+    choice = ['a"', "\\", "\n", "\x00", "\x1b", "\x7f", "/", "é", "\u2028", "😀"]
+    book.prepare(SamplingParams(structured_outputs={"choice": choice}))
+
+
+def test_the_sequences_of_a_request_share_what_is_read(monkeypatch):
+    book = RuleBook(load_tokenizer(model_directory("demo")), 4096, [0])
+    params = [SamplingParams(bad_words=["fox", "owl"], seed=i) for i in range(3)]
+    read = []
+    monkeypatch.setattr(book, "_bad", lambda params: read.append(params) or [])
+    assert all(book.rules(each) for each in params) and len(read) == 1
+    with pytest.raises(UserError, match="more than 65536 characters"):
+        SamplingParams(bad_words=["a" * 65537])
+
+
 @pytest.mark.parametrize("params", [{"allowed_token_ids": []}, {"bad_words": [""]}])
 def test_refused_by_sampling_params(params):
     with pytest.raises(UserError, match="empty"):
