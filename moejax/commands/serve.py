@@ -100,9 +100,11 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     # uvicorn sends the signal to its own process again when it has ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     async with AsyncLLM(llm) as served:
-        app = make_app(llm, served, name, args.api_key, args.tool_call_parser)
+        app = make_app(
+            llm, served, name, args.api_key, args.tool_call_parser, lambda: server.should_exit
+        )
         # Connections wait from now on.
         bound.listen(128)
         say(f"{name} answers at http://{address}/v1")
-        config = uvicorn.Config(app, log_level="warning", access_log=False)
-        await uvicorn.Server(config).serve([bound])
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        await server.serve([bound])

@@ -159,6 +159,8 @@ def read_json_object(raw: bytes, encoding: str = "utf-8") -> dict[str, Any]:
         what = f"not JSON: {error.msg}, at character {error.pos + 1}"
         plain = "" if text.lstrip().startswith("{") else f"; a request is an object, like {EXAMPLE}"
         raise UserError(f"{what}{plain}") from None
+    except ValueError as error:  # of an integer with thousands of digits
+        raise UserError(f"not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"not a JSON object but {_kind(fields)}; one is like {EXAMPLE}")
     return fields
@@ -254,7 +256,7 @@ def _tool_call(call: Any) -> Any:
     them as text."""
     try:
         arguments = json.loads(call["function"]["arguments"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         return call  # the template decides
     return {**call, "function": {**call["function"], "arguments": arguments}}
 

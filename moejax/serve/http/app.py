@@ -54,6 +54,7 @@ def make_app(
     model: str,
     api_key: str | None = None,
     tool_call_parser: str = "auto",
+    ending: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
     """Returns the app with the server's routes.
 
@@ -62,12 +63,13 @@ def make_app(
     - `api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health and for
       the page.
     - `tool_call_parser`: how the model writes calls of tools and reasoning, see AnswerReader.
+    - `ending`: whether the server ends; then streams to pages end, which would keep it.
     """
     tokenizer = llm.get_tokenizer()
     template = tokenizer.get_chat_template() if tokenizer and tokenizer.chat_template else None
     reader = AnswerReader(template, tool_call_parser)
     began, longest = int(time.time()), llm.engine.scheduler.max_model_len
-    live, counted = LiveView(llm, served, model), Metrics(llm, model)
+    live, counted = LiveView(llm, served, model, ending), Metrics(llm, model)
 
     async def health(request: Request) -> Response:
         await served.check_health()
@@ -88,6 +90,8 @@ def make_app(
         return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids})
 
     async def look(request: Request) -> Response:
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise Refusal(403, "a page of another site may not watch this server")
         if live.full:
             raise Refusal(503, f"{MOST_VIEWERS} pages are open, the most that are served")
         return _LiveStream(live.events())
@@ -102,7 +106,7 @@ def make_app(
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
     async def answer(url: str, request: Request) -> Response:
-        came = time.perf_counter()
+        came = time.perf_counter()  # the engine's clock
         asked = read_asked(url, await _read_body(request), model)
         if asked.chat and not (asked.raw or reader.plain):
             # Marks may be special tokens.
@@ -123,7 +127,7 @@ def make_app(
 
         # The first output shows that the request can run.
         outputs, first = await _unless_gone(request, begin())
-        ended = partial(counted.observe, came, time.perf_counter())
+        ended = partial(counted.observe, came)
         kind = "chat.completion" if asked.chat else "text_completion"
         head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -151,7 +155,7 @@ def make_app(
         if not asked.chat or asked.raw or reader.plain:
             return None
         assert tokenizer is not None
-        end = tokenizer.decode([*(first.prompt_token_ids or ())][-4:]).rstrip()
+        end = str(tokenizer.decode([*(first.prompt_token_ids or ())][-4:])).rstrip()
         thinking, types = end.endswith("<think>"), asked.tools.types()
         return lambda c: reader.read(c.text, c.finished(), thinking, types)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,11 +25,14 @@ MOST_VIEWERS = 16
 class LiveView:
     """Snapshots for open pages. Nothing is counted while none is open."""
 
-    def __init__(self, llm: LLM, served: AsyncLLM, model: str):
-        self._llm, self._served, self._model = llm, served, model
+    def __init__(self, llm: LLM, served: AsyncLLM, model: str, ending: Callable[[], bool]):
+        """- `ending`: whether the server ends, so that open pages must not keep it."""
+        self._llm, self._served, self._model, self._ending = llm, served, model, ending
         self._counts: RoutingCounts | None = None
         self._viewers = 0
         self._moving: asyncio.Task | None = None
+        self._wanted: object = None
+        """The cells of the newest budget; a move to others does nothing."""
 
     @property
     def full(self) -> bool:
@@ -39,20 +42,24 @@ class LiveView:
         """Yields server-sent events: first what does not change, then a snapshot every TICK_S."""
         self._viewers += 1
         try:
+            tokenizer = self._llm.get_tokenizer()
             about = describe(self._llm.engine) | {
                 "model": self._model,
                 "versions": self._llm.plan.settings.versions,
-                "chat": self._llm.get_tokenizer() is not None
-                and bool(self._llm.get_tokenizer().chat_template),
+                "chat": bool(tokenizer and tokenizer.chat_template),
             }
             yield _event("model", about)
-            while True:
+            while not self._ending():
                 yield _event("snapshot", await self._served.between_steps(self._take))
                 await asyncio.sleep(TICK_S)
         finally:
             self._viewers -= 1
-            if not self._viewers:
-                self._llm.engine.listener = self._counts = None
+            self._served.tell(self._rest)
+
+    def _rest(self) -> None:
+        """On the engine's thread: forgets the counts if no page is open."""
+        if not self._viewers:
+            self._llm.engine.listener = self._counts = None
 
     def _take(self) -> dict[str, Any]:
         engine = self._llm.engine
@@ -70,21 +77,22 @@ class LiveView:
             raise UserError(
                 f"expert_slots must be an integer from 0 to {most_slots}, got {shown(expert_slots)}"
             )
-        if self._moving is not None:
-            self._moving.cancel()
         layers, most = arena.cell_row.shape
         cells = [
             min(most, expert_slots // layers + (i < expert_slots % layers)) for i in range(layers)
         ]
         kv_slots = arena.slots - sum(cells)
+        self._wanted = cells
 
         def move() -> bool:
             try:
-                return engine.move_budget(cells, kv_slots)
+                return self._wanted is not cells or engine.move_budget(cells, kv_slots)
             except ValueError as error:
                 raise UserError(f"the budget cannot move: {error}") from error
 
         if not await self._served.between_steps(move):
+            if self._moving is not None:
+                self._moving.cancel()
             self._moving = asyncio.create_task(self._go_on(move))
 
     async def _go_on(self, move: Any) -> None:

@@ -45,12 +45,13 @@ class Metrics(Collector):
         )
         self._registry.register(self)
 
-    def observe(self, began: float, first: float, output: RequestOutput) -> None:
+    def observe(self, began: float, output: RequestOutput) -> None:
         """Counts a request that ended.
 
-        - `began`, `first`: when it came and when its first token did, by time.perf_counter.
+        - `began`: when it came, by time.perf_counter.
         """
-        now = time.perf_counter()
+        now, times = time.perf_counter(), output.metrics
+        first = now if times is None or times.first_token_s is None else times.first_token_s
         self._first.observe(first - began)
         self._whole.observe(now - began)
         longest = max(len(completion.token_ids) for completion in output.outputs)

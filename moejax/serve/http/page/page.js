@@ -6,7 +6,7 @@ const KEPT = 240; // snapshots of the last minute
 const by = (id) => document.getElementById(id);
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-let model = null, now = null, before = null, key = "", answering = null;
+let model = null, now = null, before = null, key = "", keyRefused = false, answering = null;
 let heat = [], rates = [], messages = [];
 let speed = { rate: "–", token: "–", wait: "–" }; // of the last tokens that came
 
@@ -20,8 +20,9 @@ async function request(url, body, signal) {
   for (;;) {
     const method = body === undefined ? "GET" : "POST";
     const response = await fetch(url, { method, headers: headers(), body: body && JSON.stringify(body), signal });
-    if (response.status === 401) {
+    if (response.status === 401 && !(keyRefused && url === "/live")) { // /live is tried again and again
       const given = prompt("The server wants an API key:");
+      keyRefused = !given;
       if (given) { key = given; continue; }
     }
     if (!response.ok) {
@@ -63,7 +64,8 @@ function turn(who, text) {
 
 async function ask(text) {
   turn("You", text);
-  const answer = turn("Model", "");
+  const answer = turn("Model", ""), thoughts = document.createElement("i");
+  answer.before(thoughts);
   messages.push({ role: "user", content: text });
   const options = { model: model.model, stream: true, temperature: Number(by("temperature").value),
     max_tokens: Number(by("most").value) };
@@ -77,6 +79,8 @@ async function ask(text) {
       const piece = JSON.parse(data);
       if (piece.error) throw new Error(piece.error.message);
       const choice = piece.choices[0];
+      const thought = choice?.delta?.reasoning_content ?? "";
+      if (thought) thoughts.textContent += thought; // no part of the conversation
       answer.data += choice ? choice.delta?.content ?? choice.text ?? "" : "";
       by("turns").scrollTop = by("turns").scrollHeight;
     }

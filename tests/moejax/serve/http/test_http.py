@@ -22,6 +22,7 @@ import uvicorn
 from moejax import AsyncLLM, SamplingParams
 from moejax.commands.main import main
 from moejax.serve.http import app as http_app
+from moejax.serve.http.live import LiveView
 from tests.conftest import REPOSITORY
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -258,6 +259,49 @@ def test_too_many_pages_are_refused(server, monkeypatch):
     assert status == 503 and "pages are open" in body["error"]["message"]
 
 
+def test_what_no_page_looks_at_is_not_counted(server):
+    snapshots(server, 3)
+    until = time.monotonic() + 20
+    while server.llm.engine.listener is not None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_of_two_budgets_at_once_one_wins(server, monkeypatch):
+    engine, moves = server.llm.engine, collections.deque(maxlen=100)
+
+    def move(cells, kv_slots) -> bool:
+        moves.append(kv_slots)
+        return False  # never there
+
+    monkeypatch.setattr(engine, "move_budget", move)
+    monkeypatch.setattr("moejax.serve.http.live.TICK_S", 0.01)
+    live = LiveView(server.llm, server.served, "tiny", lambda: False)
+
+    async def both() -> None:
+        await asyncio.gather(live.move_budget(5), live.move_budget(6))
+        await asyncio.sleep(0.1)
+        moves.clear()
+        await asyncio.sleep(0.2)
+        live._moving.cancel()
+
+    asyncio.run(both())
+    assert len({*moves}) == 1
+
+
+def test_an_open_page_does_not_keep_a_server_that_ends(server):
+    second = Served.__new__(Served)
+    ending = lambda: second.server.should_exit  # noqa: E731
+    second.listen(http_app.make_app(server.llm, server.served, "tiny", None, "auto", ending))
+    connection, response = second.open("GET", "/live")
+    assert response.readline() == b"event: model\n"
+    second.server.should_exit = True
+    second.thread.join(20)
+    ended = not second.thread.is_alive()
+    connection.close()
+    assert ended
+
+
 def test_metrics_count_requests_under_vllms_names(server):
     def read() -> dict[str, float]:
         connection, response = server.open("GET", "/metrics")
@@ -271,8 +315,18 @@ def test_metrics_count_requests_under_vllms_names(server):
 
     before = read()
     server.ask(COMPLETIONS, {"prompt": "The old house", **GREEDY})
+    half = read()
     server.events(COMPLETIONS, {"prompt": "The old house", **GREEDY})
     after = read()
+    # An answer that is not streamed also has a first token, before its last one.
+    first, whole = (
+        half[name] - before[name]
+        for name in (
+            "vllm:time_to_first_token_seconds_sum",
+            "vllm:e2e_request_latency_seconds_sum",
+        )
+    )
+    assert 0 < first < 0.8 * whole
     for name, more in (
         ("vllm:generation_tokens_total", 24),
         ("vllm:time_to_first_token_seconds_count", 2),
@@ -368,11 +422,17 @@ def test_the_openai_client(server):
             ask(model="tiny", messages=MESSAGES, temperature=9)
 
 
+DEEP = [{"function": {"name": "f", "arguments": "[" * 100_000}}]
 REFUSED = [
     (COMPLETIONS, b"{", 400, None, "not JSON"),
     (COMPLETIONS, b"[]", 400, None, "not a JSON object"),
     (COMPLETIONS, b"\xff", 400, None, "not UTF-8"),
     (COMPLETIONS, b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, None, "integer string conversion"),
+    ("/tokenize", b'{"prompt": ' + b"9" * 5000 + b"}", 400, None, "integer string conversion"),
+    (
+        *(CHAT, {"messages": [{"role": "assistant", "tool_calls": DEEP}], "max_tokens": 0}),
+        *(400, "max_tokens", "at least 1"),
+    ),
     (COMPLETIONS, {}, 400, None, "one of prompt"),
     (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt", "several prompts need a request each"),
     (COMPLETIONS, {"prompt": "x", "model": "gpt-4"}, 404, "model", "this server has 'tiny'"),
@@ -429,6 +489,8 @@ def test_other_types_of_body_are_refused(server):
     """A page of another site may send them from a browser without asking."""
     headers = HEADERS | {"Content-Type": "text/plain"}
     assert server.ask(COMPLETIONS, {"prompt": "x"}, headers=headers)[0] == 415
+    headers = HEADERS | {"Sec-Fetch-Site": "cross-site"}
+    assert server.ask("/live", method="GET", headers=headers)[0] == 403
 
 
 @pytest.mark.parametrize("stream", [True, False])
