@@ -122,6 +122,10 @@ def _qwen2(file: _File) -> dict[str, Any]:
     }
 
 
+def _olmoe(file: _File) -> dict[str, Any]:
+    return {"num_experts": file.get("expert_count"), "norm_topk_prob": False, **_attention(file)}
+
+
 def _mixtral(file: _File) -> dict[str, Any]:
     return {"num_local_experts": file.get("expert_count")}
 
@@ -147,6 +151,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2),
+    "olmoe": Architecture("OlmoeForCausalLM", _olmoe, {"attention.clamp_kqv": "clip_qkv"}),
     "llama": Architecture("MixtralForCausalLM", _mixtral, permuted=True),
 }
 """general.architecture → how its files are read."""

@@ -36,6 +36,7 @@ def _llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
     "Qwen3Moe": (gguf.MODEL_ARCH.QWEN3MOE, _qwen3),
     "Qwen2Moe": (gguf.MODEL_ARCH.QWEN2MOE, _qwen2),
+    "Olmoe": (gguf.MODEL_ARCH.OLMOE, lambda writer, config: None),
     "Mixtral": (gguf.MODEL_ARCH.LLAMA, _llama),
 }
 """Family → its architecture in GGUF."""
