@@ -116,23 +116,25 @@ class GgufReader:
 
         return fill
 
-    def matrix(self, name: str, dtype: np.dtype) -> QuantizedMatrix:
+    def matrix(self, name: str, dtype: np.dtype, index: int | None = None) -> QuantizedMatrix:
         """Reads the codes and scales of a matrix.
 
         - `dtype`: the run's.
+        - `index`: which one of a stack; by default the one that the name stands for.
 
         Raises UserError that names the tensor, for scales that give no finite weights.
         """
         source = self.file.sources[name]
+        index = source.index if index is None else index
         encoding = encoding_of(FORMATS[source.tensor.type])
         weights, nbytes = _block(source.tensor.type)
-        raw = self._bytes(source.parts[0], source.index).reshape(-1)
+        raw = self._bytes(source.parts[0], index).reshape(-1)
         shape = (source.tensor.shape[-2], source.tensor.shape[-1] // weights, nbytes)
         matrix = UNPACK[source.tensor.type](raw.reshape(shape), encoding)
         try:
             matrix.check(dtype)
         except QuantizedError as error:
-            expert = "" if source.index is None else f", expert {source.index}"
+            expert = "" if index is None else f", expert {index}"
             raise UserError(
                 f"{self.file.path}: tensor {source.parts[0][1]}{expert} {error}"
             ) from None

@@ -56,7 +56,7 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory)
     path = directory / f"{family}-run.gguf"
     model = gguf_model(path, family)
     stats, found = run(path)
-    assert stats["precision"]["versions"] == ["checkpoint"]
+    assert stats["precision"]["versions"] == ["q8_0"]
     for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
         wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         for each, token, row in zip(chosen, tokens, wanted, strict=True):
