@@ -173,8 +173,10 @@ def _of_the_text(reference: Reference, logits: np.ndarray, ids: list[int]) -> Ch
     another model's tokenizer, and for weights or a rotation that are not the model's."""
     other = np.random.default_rng(0).permutation(ids).tolist()
     loss, shuffled = _loss(logits, ids), _loss(reference.logits_of(other[:-1]), other)
-    said = f"perplexity {math.exp(loss):.4g}, of its tokens in another order"
-    return Check("text", loss <= ORDERED * shuffled, f"{said} {math.exp(min(shuffled, 700)):.4g}")
+    # e^709 is the largest power that a float holds.
+    own, others = (math.exp(min(each, 700)) for each in (loss, shuffled))
+    said = f"perplexity {own:.4g}, of its tokens in another order {others:.4g}"
+    return Check("text", loss <= ORDERED * shuffled, said)
 
 
 def _of_transformers(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -145,3 +146,9 @@ def test_a_hidden_state_that_is_not_finite_is_wrong():
     wrong[0, 0] = np.nan
     assert model._distance(right, right) == 0
     assert model._of_layers([(0, model._distance(wrong, right))], "float32").good is False
+
+
+def test_a_text_of_no_probability_is_wrong():
+    logits = np.array([[1e4, 0.0]])
+    other = types.SimpleNamespace(logits_of=lambda ids: logits)
+    assert model._of_the_text(other, logits, [0, 1]).good is False
