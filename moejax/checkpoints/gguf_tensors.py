@@ -26,7 +26,7 @@ from moejax.models.model_config import ModelConfig
 from pallas_kernels.records.encoding import Encoding
 from pallas_kernels.records.format import encoding_of
 
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 
 Unpack = Callable[[np.ndarray, Encoding], QuantizedMatrix]
 """(uint8[rows, blocks, bytes of a block], the format) → the matrix."""

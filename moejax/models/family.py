@@ -430,7 +430,7 @@ def wrapper_of(
 def later_layer(config: ModelConfig, name: str) -> bool:
     """Whether a tensor belongs to layers after the last one, which predict several tokens.
     transformers leaves these out."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
+    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= config.num_hidden_layers
 
 

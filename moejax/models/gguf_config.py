@@ -12,6 +12,7 @@ from typing import Any
 
 from moejax.errors import UserError, shown
 from moejax.models.gguf_header import GgufHeader, GgufTensor
+from moejax.models.json_values import is_integer
 from moejax.models.quantization import Quantization
 from pallas_kernels.records.format import MATRICES, join_names
 
@@ -37,12 +38,6 @@ _COMMON: dict[str, str | None] = {
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_used_count": "num_experts_per_tok",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace",
-    "expert_shared_count": "n_shared_experts",
     "vocab_size": None,
 }
 """Key after the architecture → the field of config.json; None: it says nothing that the tensors do
@@ -53,7 +48,6 @@ _ROPE = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
@@ -198,8 +192,8 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     fields["num_hidden_layers"] = _layers(file)
     fields["rope_parameters"] = _rope(file, fields)
     fields["dtype"] = FLOATS.get(embedding.type, "bfloat16")
-    ends = (file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))
-    fields["eos_token_id"] = [*dict.fromkeys(end for end in ends if end is not None)]
+    eos, eot = (file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))
+    fields["eos_token_id"] = [end for end in (eos, eot if eot != eos else None) if end is not None]
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -209,6 +203,10 @@ def _layers(file: _File) -> Any:
 
 
 def _rope(file: _File, fields: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    whole = hidden // heads if is_integer(hidden) and is_integer(heads) and heads else None
+    if file.get("rope.dimension_count") not in (None, fields.get("head_dim", whole)):
+        raise file.refuse_own("rope.dimension_count")
     found = {field: file.get(key) for key, field in _ROPE.items() if file.get(key) is not None}
     if found.setdefault("rope_type", "none") == "none":
         found = {"rope_theta": found.get("rope_theta", 10_000.0), "rope_type": "default"}

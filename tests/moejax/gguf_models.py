@@ -41,6 +41,9 @@ ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
 }
 """Family → its architecture in GGUF."""
 
+_MADE_AS = {"IQ4_NL": "Q4_0"}
+"""Types that the package only dequantizes → one whose blocks have the same parts."""
+
 _PERMUTED = ("Mixtral",)
 """Families whose converter puts rotated pairs side by side."""
 
@@ -121,7 +124,8 @@ def gguf_model(
         assert target, name
         kind = others if found is None else (down or experts) if "down" in target else experts
         type_ = _type_of(target, stored[name], kind)
-        data = quantize(stored[name], gguf.GGMLQuantizationType[type_])
+        made = gguf.GGMLQuantizationType[_MADE_AS.get(type_, type_)]
+        data = quantize(stored[name], made)
         stored[name] = dequantize(data, gguf.GGMLQuantizationType[type_])
         if family in _PERMUTED and ("attn_q." in target or "attn_k." in target):
             heads = "num_attention_heads" if "attn_q." in target else "num_key_value_heads"

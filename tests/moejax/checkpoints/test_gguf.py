@@ -8,10 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
+from moejax.models.gguf_config import FORMATS
 from moejax.models.gguf_header import read_gguf
+from pallas_kernels.records import decode
 from tests.moejax.gguf_models import ARCHITECTURES, gguf_model
 from tests.moejax.transformers_models import logprobs
 
@@ -49,6 +52,20 @@ def test_every_weight_is_that_of_the_dequantized_checkpoint(family, directory):
     assert leaves(found).keys() == leaves(wanted).keys()
     for name, leaf in leaves(wanted).items():
         assert np.array_equal(leaves(found)[name], leaf), name
+
+
+@pytest.mark.parametrize(("type_", "split"), [("Q4_0", 4), ("IQ4_NL", 0), ("MXFP4", 0)])
+def test_records_mean_what_the_package_says(type_, split, tmp_path):
+    gguf_model(tmp_path / "model.gguf", experts=type_, split=split)
+    path = min(tmp_path.glob("*.gguf"))
+    assert path.name.endswith(f"-of-{len([*tmp_path.glob('*.gguf')]):05}.gguf") == (split > 0)
+    found = load_checkpoint(path, "float32", versions=(CHECKPOINT,)).store
+    wanted = load_checkpoint(tmp_path / "model-dense", "float32").store
+    assert [*found.arrays] == [FORMATS[type_]]
+    records, dense = (np.asarray(*each.arrays.values()) for each in (found, wanted))
+    for at in np.ndindex(records.shape[:2]):
+        decoded = decode(records[at], found.layouts[FORMATS[type_]])
+        assert np.array_equal(decoded, decode(dense[at], wanted.layouts["dense"])), at
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)])
@@ -126,6 +143,14 @@ def test_hostile_headers_are_refused_before_memory_is_taken(case, tmp_path):
     [
         (lambda w: w.add_uint32("qwen3moe.new_key", 3), "qwen3moe.new_key is 3, which is not supp"),
         (lambda w: w.add_uint32("qwen3moe.expert_gating_func", 2), "expert_gating_func is 2"),
+        (lambda w: w.add_uint32("qwen3moe.rope.dimension_count", 6), "rope.dimension_count is 6"),
+        (lambda w: w.add_float32("qwen3moe.expert_weights_scale", 2), "expert_weights_scale is 2"),
+        (
+            lambda w: w.add_float32("qwen3moe.rope.scaling.attn_factor", 1.5),
+            "rope.scaling.attn_factor is 1.5",
+        ),
+        (lambda w: w.add_array("tokenizer.ggml.eos_token_id", [1, 2]), "eos_token_id must be"),
+        (lambda w: w.add_tensor(f"blk.{'9' * 5000}.x", np.ones(4, np.float32)), "blk.999.*is not"),
         (
             lambda w: w.add_string("qwen3moe.rope.scaling.type", "longrope"),
             "rope.scaling.type is 'longrope'",

@@ -1,12 +1,14 @@
 """config.json: every field honoured or refused by name."""
 
 import json
+import types
 
 import pytest
 
 from moejax.errors import UserError
 from moejax.models.attention.grouped_query import reorders_heads
 from moejax.models.config import load_config, parse_config
+from moejax.models.family import later_layer
 from moejax.models.model_config import ModelConfig, Run
 
 BASE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
@@ -313,3 +315,10 @@ def test_paths(tmp_path):
         load_config(tmp_path / "file")
     with pytest.raises(UserError, match=r"cannot be opened \(File name too long\)"):
         load_config(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize(("number", "later"), [("1", False), ("2", True), ("9" * 5000, False)])
+def test_tensors_of_layers_after_the_last_one(number, later):
+    """Python makes no integer of more than 4,300 digits."""
+    config = types.SimpleNamespace(num_hidden_layers=2)
+    assert later_layer(config, f"model.layers.{number}.mlp.gate.weight") is later
