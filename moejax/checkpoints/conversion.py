@@ -49,6 +49,7 @@ from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 from moejax.models.quantization import KEYS as QUANTIZATION_KEYS
+from moejax.models.quantization import write_quantization
 from moejax.requests.tokenizer import FILES, TEMPLATES
 from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
@@ -82,10 +83,22 @@ class Source(StoredModel):
     """Size and time of change (ns) of each file that decides the result."""
     copied: dict[str, bytes]
     """Path → content of the files to copy. config.json has the dtype of the result."""
+    coded: bool = False
+    """Whether experts keep the codes that the checkpoint is quantized to; else they are dense."""
+
+    @property
+    def held(self) -> dict[str, tuple[Leaf, ...]]:
+        """Version → the leaves of the experts that are copied."""
+        if not self.coded:
+            return {DENSE: self.layers()}
+        return {
+            version: tuple(self.layers(version)[layer] for layer in layers)
+            for version, layers in self.config.expert_layers.items()
+        }
 
     def chunks(self, leaf: Leaf) -> Iterator[np.ndarray]:
-        """Yields the chunks of a leaf: those of a parameter are read one at a time, the dense
-        experts of a layer all at once."""
+        """Yields the chunks of a leaf: those of a parameter are read one at a time, the experts of
+        a layer all at once."""
         kind, _, key = leaf.name.partition(".")
         with (
             self.checkpoint.open() as reader,
@@ -97,31 +110,36 @@ class Source(StoredModel):
                     run_tasks(pool, reader.read_param(key, chunk, array))
                     yield array
                 return
-            layer = int(key.rpartition(".")[2])
-            sink = ArraySink(self.layout(), np.empty(leaf.shape, leaf.dtype))
-            tasks = reader.read_experts(DENSE, [layer], sink, NUMPY_DTYPES[self.dtype])
+            version, _, layer = key.rpartition(".")
+            sink = ArraySink(self.layout(version), np.empty(leaf.shape, leaf.dtype))
+            tasks = reader.read_experts(version, [int(layer)], sink, NUMPY_DTYPES[self.dtype])
             run_tasks(pool, tasks)
             assert sink.written.all(), "rows without a tensor"
             yield from sink.records
 
 
-def open_source(directory: pathlib.Path, dtype: str) -> Source:
+def open_source(directory: pathlib.Path, dtype: str, coded: bool = False) -> Source:
     """Opens a Hugging Face checkpoint and checks the names, shapes and dtypes of its tensors.
 
     - `dtype`: as in load_checkpoint.
+    - `coded`: as in Source, if the checkpoint's experts are quantized.
 
     Raises UserError as load_checkpoint does.
     """
     opened = open_tensors(directory, "safetensors")
-    dtype = run_dtype(dtype, opened.dtype)
+    dtype, own = run_dtype(dtype, opened.dtype), opened.config.quantization
+    coded = coded and own is not None and [*opened.config.expert_layers] != [DENSE]
     copied = _read_copied_files(directory)
-    if opened.config.dtype != dtype or opened.config.quantization is not None:
+    if opened.config.dtype != dtype or own is not None:
         fields = read_json(directory / "config.json")
         for key in ("torch_dtype", *QUANTIZATION_KEYS):
             fields.pop(key, None)
+        if coded and own is not None:
+            fields[QUANTIZATION_KEYS[0]] = write_quantization(own)
         copied["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
     paths = [*(file.path for file in opened.files), *map(directory.joinpath, copied)]
-    return Source(directory, opened.config, dtype, opened, file_times(paths, directory), copied)
+    times = file_times(paths, directory)
+    return Source(directory, opened.config, dtype, opened, times, copied, coded)
 
 
 def orbax_source(directory: pathlib.Path) -> Source:
@@ -192,7 +210,8 @@ def convert(
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`.
+    """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`. Experts
+    that are quantized keep their codes and scales.
 
     It needs host memory for one MoE layer and the part of the shards that the layer comes from.
     After an interruption of any kind the same call writes what is missing.
@@ -208,7 +227,7 @@ def convert(
     if kind != "safetensors":
         raise UserError(f"{src}: its format is {kind}; convert reads safetensors checkpoints")
     dst = free_destination(destination)
-    opened = open_source(src, dtype)
+    opened = open_source(src, dtype, coded=True)
     return write_checkpoint(opened, dst, progress=progress)
 
 
@@ -237,9 +256,10 @@ def _complete(
 ) -> tuple[int, int]:
     """Writes into `work` what it lacks, and at the end the manifest. Returns the bytes of all
     weights, and of those that were already there."""
-    layers = {version: source.layers(version) for version in (DENSE, *encodings)}
-    dense = [*source.params.values(), *layers[DENSE]]
-    leaves = [*dense, *(leaf for version in encodings for leaf in layers[version])]
+    layers = source.held | {version: source.layers(version) for version in encodings}
+    experts = [*chain(*source.held.values())]
+    copied = [*source.params.values(), *experts]
+    leaves = [*copied, *(leaf for version in encodings for leaf in layers[version])]
     total = sum(leaf.nbytes for leaf in leaves)
     advance = count_progress(progress, total)
     manifest = _begin(source, work, encodings, layers)
@@ -248,16 +268,16 @@ def _complete(
     advance(kept)
     require_space(work, total - kept)
     at_once = [leaf.chunk_bytes for leaf in source.params.values()]
-    at_once += [leaf.nbytes for leaf in layers[DENSE]]
+    at_once += [leaf.nbytes for leaf in experts]
     require_host_memory(max(at_once), str(source.directory))
-    for leaf in dense:
+    for leaf in copied:
         if not manifest.checksums(leaf):
             manifest.put(leaf, *_write_chunks(tree, leaf, source.chunks(leaf)))
             manifest.nonfinite |= source.checkpoint.nonfinite
             write_manifest(work / JOURNAL, manifest)
             advance(leaf.nbytes)
     warn_nonfinite(str(source.directory), manifest.nonfinite)
-    for layer, leaf in enumerate(layers[DENSE]):
+    for layer, leaf in enumerate(experts if encodings else ()):
         missing = [
             version
             for version in encodings
@@ -349,7 +369,10 @@ def _begin(
                 return manifest
         else:
             log.warning("%s: the part that was written is damaged; it is written again", work)
-    numbered = {version: dict(enumerate(each)) for version, each in layers.items()}
+    numbered = {
+        version: {int(leaf.name.rpartition(".")[2]): leaf for leaf in each}
+        for version, each in layers.items()
+    }
     tree, files = orbax_files(source.params_tree(source.params.values()), numbered)
     provenance = {
         **origin,

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from moejax.errors import UserError, shown
+from moejax.errors import UserError, shown, user_errors
 from moejax.models.json_values import is_integer
+from pallas_kernels.records.format import encodings_of
 
 KEYS = ("quantization_config", "compression_config")
 
@@ -94,9 +95,11 @@ def parse_quantization(raw: dict, dtype: str | None, source: str) -> Quantizatio
             continue
         table = _Table(raw[key], f"{source}: {key}")
         method = table.values.get("quant_method")
-        if not isinstance(method, str) or method not in _METHODS:
+        if not isinstance(method, str) or method not in (_OWN, *_METHODS):
             named = shown(method).strip("'") if method else "an unnamed method"
             raise table.refuse(f"the checkpoint is quantized with {named}")
+        if method == _OWN:
+            return _read_own(table)
         layout, schemes, activations = _METHODS[method](table)
         # The modules of one scheme are all; of several, one may be for experts.
         experts = [one for one in schemes if any("expert" in name for name in one.targets)]
@@ -106,6 +109,27 @@ def parse_quantization(raw: dict, dtype: str | None, source: str) -> Quantizatio
         return Quantization(named, schemes, (version,), activations)
     return None
 
+
+def write_quantization(found: Quantization) -> dict[str, Any]:
+    """What config.json says of a converted checkpoint whose experts keep their codes."""
+    known = {"method": found.method, "activations": found.activations}
+    return {"quant_method": _OWN, "versions": [*found.versions], **known}
+
+
+def _read_own(table: _Table) -> Quantization:
+    """What write_quantization wrote."""
+    versions, method = table.values.get("versions"), table.values.get("method")
+    if not isinstance(versions, list) or not versions or not isinstance(method, str):
+        raise table.refuse("versions and method must be a list and a name")
+    for version in versions:
+        with user_errors(where=f"{table.where}: "):
+            encodings_of(str(version))
+    activations = table.only("activations", False, True)
+    return Quantization(method, (), tuple(versions), activations)
+
+
+_OWN = "moejax"
+"""quant_method of what `moejax convert` wrote."""
 
 _Found = tuple[str, tuple[Scheme, ...], bool]
 """The name of the layout, the schemes, and whether activations are quantized too."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from host_offload.memory.record_source import RecordFiles
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
 from moejax.checkpoints.orbax.layout import DENSE, Leaf
@@ -61,6 +62,10 @@ class StoredCheckpoint(Checkpoint):
         Returns and raises as Checkpoint.hold.
         """
         manifest, every = self.manifest, range(sum(self.config.moe_layers))
+        if self.config.quantization is not None:
+            held = self._hold_coded(dtype, versions)
+            check_files(self, itertools.chain(*self._leaves(held).values()))
+            return held
         exact = dtype == manifest.dtype
         if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
             dense = set(lacking).intersection(every)
@@ -81,6 +86,27 @@ class StoredCheckpoint(Checkpoint):
             held = dict.fromkeys(taken if whole else [DENSE, *taken], every)
         check_files(self, itertools.chain(*self._leaves(held).values()))
         return held
+
+    def _hold_coded(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
+        """The versions of a quantized checkpoint, if CHECKPOINT is asked for."""
+        own = self.config.expert_layers
+        named = " and ".join(own)
+        if [*versions] != [CHECKPOINT]:
+            raise UserError(
+                f"{self.directory}: its experts are in {named} alone; run with precision "
+                "checkpoint, or use the checkpoint that it was converted from"
+            )
+        if len(self.config.moe_versions) != sum(self.config.moe_layers):
+            raise UserError(
+                f"{self.directory}: config.json names the versions of "
+                f"{len(self.config.moe_versions)} MoE layers, and the model has "
+                f"{sum(self.config.moe_layers)}; {_AGAIN}"
+            )
+        if dtype != self.dtype and any("+" in name and DENSE in name for name in own):
+            raise UserError(
+                f"{self.directory}: some matrices of {named} are in {self.dtype}; run in it"
+            )
+        return {**own}
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         leaves = itertools.chain(self.params.values(), *self._leaves(held).values())

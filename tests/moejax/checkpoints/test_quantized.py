@@ -14,6 +14,7 @@ from host_offload.versions.quantized import QuantizedMatrix
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.orbax.own import read_expert
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import SCALE_BYTES, encoding_of
@@ -378,6 +379,18 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
 
 
 @pytest.mark.slow
-def test_a_conversion_is_dense_and_says_that_it_is(sources, tmp_path):
-    path = convert(sources["fp8"], tmp_path / "model", "float32").directory
-    assert run(path, ops="xla")[1] == run(sources["fp8"], ops="xla")[1]
+def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(directory, tmp_path):
+    source = directory / "converted"
+    quantized_model(source, choose_by_layer)
+    path = convert(source, tmp_path / "model", "float32").directory
+    stats, found = run(path, ops="xla")
+    assert stats["precision"]["versions"] == MIXED
+    assert found == run(source, ops="xla")[1]
+    stored = load_checkpoint(source, "float32", versions=(CHECKPOINT,)).store.arrays
+    for layer, version in enumerate(MIXED):
+        record = read_expert(path, layer, 3, version)
+        np.testing.assert_array_equal(record, np.asarray(stored[version])[0, 3])
+    with pytest.raises(UserError, match=r"its experts are in int4.* alone; run with precision"):
+        load_checkpoint(path)
+    with pytest.raises(UserError, match=r"some matrices of .* are in float32; run in it"):
+        load_checkpoint(path, "bfloat16", versions=(CHECKPOINT,))
