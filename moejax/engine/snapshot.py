@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import jax
 import numpy as np
 
 from host_offload.memory.arena import SlotClass
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
-from moejax.engine.step_work import Step, placed_rows
+from moejax.engine.step_work import ScheduledWork, Step, placed_rows
 
 FREE, KV_FREE, KV_USED, EMPTY_CELL = -4, -3, -2, -1
 """What a slot holds, if it holds no expert: nothing; KV pages, none or some of them used; a cell
 without an expert."""
 
-_KEPT_STEPS = 256
-"""Steps whose routing is counted later, so that counting never waits for the device."""
+_KEPT_STEPS = 8
+"""Newest steps whose routing is counted later, so that counting never waits for the device."""
 
 
 class RoutingCounts:
@@ -26,26 +27,29 @@ class RoutingCounts:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._steps: deque[Step] = deque(maxlen=_KEPT_STEPS)
+        self._steps: deque[tuple[ScheduledWork, np.ndarray, jax.Array]] = deque()
         layers, experts = engine.runner.tables.address.shape
         self._chosen = np.zeros((layers, experts), np.int64)
 
     def listen(self, step: Step) -> None:
         """Takes a step that was dispatched."""
-        self._steps.append(step)
+        # Not the step, which holds its logits.
+        self._steps.append((step.work, step.positions, step.output.routing.ids))
+        if len(self._steps) > _KEPT_STEPS:
+            self._count(*self._steps.popleft())
 
     def read(self) -> np.ndarray:
         """Returns int64[L, E], tokens that chose each expert since the start. Waits for the steps
         so far."""
         while self._steps:
-            step = self._steps.popleft()
-            ids = np.asarray(step.output.routing.ids)
-            place = placed_rows(step.work, step.positions, self._engine.runner.shapes).place
-            for layer, chosen in enumerate(ids[:, place]):
-                self._chosen[layer] += np.bincount(
-                    chosen.reshape(-1), minlength=self._chosen.shape[1]
-                )[: self._chosen.shape[1]]
+            self._count(*self._steps.popleft())
         return self._chosen
+
+    def _count(self, work: ScheduledWork, positions: np.ndarray, ids: jax.Array) -> None:
+        place = placed_rows(work, positions, self._engine.runner.shapes).place
+        experts = self._chosen.shape[1]
+        for layer, chosen in enumerate(np.asarray(ids)[:, place]):
+            self._chosen[layer] += np.bincount(chosen.reshape(-1), minlength=experts)[:experts]
 
 
 def least_kv_slots(engine: Engine) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,8 @@ class LiveView:
         """- `ending`: whether the server ends, so that open pages must not keep it."""
         self._llm, self._served, self._model, self._ending = llm, served, model, ending
         self._counts: RoutingCounts | None = None
+        self._newest: tuple[float, dict[str, Any]] | None = None
+        """When the newest snapshot was made, and it; pages share it."""
         self._viewers = 0
         self._moving: asyncio.Task | None = None
         self._wanted: object = None
@@ -59,14 +62,17 @@ class LiveView:
     def _rest(self) -> None:
         """On the engine's thread: forgets the counts if no page is open."""
         if not self._viewers:
-            self._llm.engine.listener = self._counts = None
+            self._llm.engine.listener = self._counts = self._newest = None
 
     def _take(self) -> dict[str, Any]:
         engine = self._llm.engine
         if self._counts is None:
             self._counts = RoutingCounts(engine)
             engine.listener = self._counts.listen
-        return snapshot(engine, self._counts)
+        now = time.monotonic()
+        if self._newest is None or now - self._newest[0] > TICK_S / 2:
+            self._newest = now, snapshot(engine, self._counts)
+        return self._newest[1]
 
     async def move_budget(self, expert_slots: object) -> None:
         """Begins to move the split so that experts have that many slots and KV the rest; a move

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
+from moejax.engine.snapshot import RoutingCounts
 from moejax.step.executor import Executor
 from scripts.check.kv_faults import kv_faults
 
@@ -94,6 +97,27 @@ def test_a_failing_listener_costs_nobody_a_token(llm, expected):
     llm.engine.listener = None
     llm.engine.drain()
     assert failures == 1 and request.output == expected
+
+
+def test_routing_is_counted_without_keeping_logits(llm):
+    engine, logits = llm.engine, []
+    counts = RoutingCounts(engine)
+
+    def listen(step):
+        counts.listen(step)
+        logits.append(weakref.ref(step.output.logits))
+        assert len(counts._steps) <= 8
+
+    engine.listener = listen
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm.generate([7, 8, 9], params)
+    engine.listener = None
+    gc.collect()
+    assert len(logits) >= 20 and all(each() is None for each in logits)
+    # The prompt's tokens and all generated ones except the last, which may be computed as well.
+    config = engine.runner.config
+    chosen = counts.read().sum(axis=1) // config.num_experts_per_tok
+    assert {*chosen.tolist()} <= {22, 23} and len({*chosen.tolist()}) == 1
 
 
 def test_a_failing_step_aborts_its_requests_and_no_others(llm, expected, monkeypatch):

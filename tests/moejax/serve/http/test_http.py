@@ -267,6 +267,17 @@ def test_what_no_page_looks_at_is_not_counted(server):
         time.sleep(0.02)
 
 
+def test_pages_share_a_snapshot(server):
+    live = LiveView(server.llm, server.served, "tiny", lambda: False)
+
+    async def both():
+        return await asyncio.gather(*(server.served.between_steps(live._take) for _ in "ab"))
+
+    first, second = asyncio.run(both())
+    server.served.tell(live._rest)
+    assert first is second
+
+
 def test_of_two_budgets_at_once_one_wins(server, monkeypatch):
     engine, moves = server.llm.engine, collections.deque(maxlen=100)
 
