@@ -26,7 +26,8 @@ def _keep_objects() -> None:
     from jax._src import api
 
     # It frees jax's clients, and ends the process with status 255 if one is still referred to.
-    atexit.unregister(getattr(api, "clean_up", None))
+    if (clean_up := getattr(api, "clean_up", None)) is not None:
+        atexit.unregister(clean_up)
     hold = ctypes.pythonapi.Py_IncRef
     hold.argtypes, hold.restype = (ctypes.py_object,), None
     gc.disable()

@@ -42,13 +42,13 @@ def write_picture(path: str, about: dict[str, Any], state: dict[str, Any], title
     from matplotlib.patches import Patch
 
     layers, experts = about["layers"], about["experts"]
-    hues = [colors.hsv_to_rgb((layer / layers, 0.75, 0.85)) for layer in range(layers)]
+    hues = [colors.to_hex(colors.hsv_to_rgb((i / layers, 0.75, 0.85))) for i in range(layers)]
     slots = np.asarray(state["slots"])
     columns = max(1, min(60, len(slots)))
     image = np.ones((-(-len(slots) // columns) * columns, 3))
     for i, held in enumerate(slots.tolist()):
         layer = held % (layers * experts) // experts
-        image[i] = colors.to_rgb(_PLAIN[held][0]) if held < 0 else hues[layer]
+        image[i] = colors.to_rgb(_PLAIN[held][0] if held < 0 else hues[layer])
     figure = Figure(figsize=(9, 6), layout="constrained")
     figure.suptitle(title)
     above, below = figure.subplots(2, 1)

@@ -31,7 +31,8 @@ WAYS: tuple[dict[str, Any], ...] = (
 def run_requests(count: int) -> Iterator[int]:
     """Yields the number of requests that one engine has answered, ten times."""
     part = max(count // 10, 1)
-    with LLM("demo", **LIMITS | {"expert_budget": "50%"}) as llm:
+    options: dict[str, Any] = LIMITS | {"expert_budget": "50%"}
+    with LLM("demo", **options) as llm:
         for begin in range(0, count, part):
             each = range(begin, begin + part)
             prompts = [f"{PROMPTS[i % len(PROMPTS)]} {i}" for i in each]
@@ -42,7 +43,8 @@ def run_requests(count: int) -> Iterator[int]:
 def run_engines(count: int) -> Iterator[int]:
     """Yields the number of engines that were opened and closed, ten times."""
     for i in range(count):
-        with LLM("demo", **LIMITS | WAYS[i % len(WAYS)]) as llm:
+        options: dict[str, Any] = LIMITS | WAYS[i % len(WAYS)]
+        with LLM("demo", **options) as llm:
             llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
         del llm
         if (i + 1) % max(count // 10, 1) == 0:

@@ -45,8 +45,7 @@ class Fault(Exception):
 @contextmanager
 def served(model: str) -> Iterator[tuple[LLM, int]]:
     """Yields a model and the port at which it is served."""
-    limits = {"max_model_len": 512, "max_num_seqs": 16}
-    with LLM(model, expert_budget="25%", progress=False, **limits) as llm:
+    with LLM(model, expert_budget="25%", progress=False, max_model_len=512, max_num_seqs=16) as llm:
         engine = AsyncLLM(llm)
         bound = socket.create_server(("127.0.0.1", 0), backlog=512)
         config = uvicorn.Config(make_app(llm, engine, "m"), log_level="critical", access_log=False)

@@ -136,6 +136,7 @@ def read_headers(
     check_orbax_options(path, kind, step, name_map)
     if kind == "config":
         return parse_config(read_json(directory), str(path)), None
+    left_out: dict[str, int] = {}
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
@@ -144,9 +145,9 @@ def read_headers(
         opened = open_tensors(directory, kind, step, name_map)
         config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
-        made = {}, {}, opened.left_out
+        made, left_out = ({}, {}), opened.left_out
     sizes = [path.stat().st_size for path in paths if path.is_file()]
-    return config, Weights(kind, len(sizes), sum(sizes), *made)
+    return config, Weights(kind, len(sizes), sum(sizes), *made, left_out)
 
 
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
