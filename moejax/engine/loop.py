@@ -557,9 +557,12 @@ class Engine:
         request.output.append(token)
         if request.params.logprobs is not None:
             append_logprobs(request, logprobs, row)
-        whole = request.rules is not None and request.rules.push(token, request.output)
         ended = request.ending.push(token)
-        if ended is None and whole:
+        if (
+            ended is None
+            and request.rules is not None
+            and request.rules.push(token, request.output)
+        ):
             request.ending.close()
             ended = Finish("stop", None)
         if ended is not None:

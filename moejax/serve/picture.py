@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colorsys import hsv_to_rgb
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def write_picture(path: str, about: dict[str, Any], state: dict[str, Any], title
     from matplotlib.patches import Patch
 
     layers, experts = about["layers"], about["experts"]
-    hues = [colors.to_hex(colors.hsv_to_rgb((i / layers, 0.75, 0.85))) for i in range(layers)]
+    hues = [colors.to_hex(hsv_to_rgb(i / layers, 0.75, 0.85)) for i in range(layers)]
     slots = np.asarray(state["slots"])
     columns = max(1, min(60, len(slots)))
     image = np.ones((-(-len(slots) // columns) * columns, 3))

@@ -184,6 +184,7 @@ _PAGE_FILES = ("page.css", "page.js")
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
 }
 _OPEN_PATHS = frozenset(("/health", "/", *(f"/{name}" for name in _PAGE_FILES)))
 """Paths that need no key: they tell nothing of the model or of requests."""

@@ -74,6 +74,15 @@ def test_the_same_bits_at_every_budget(llm):
         assert texts(full, *params) == texts(llm, *params)
 
 
+def test_the_last_token_needs_no_next_one(llm):
+    # Nothing can follow one character, and max_tokens ends it first.
+    params = SamplingParams(
+        max_tokens=1, structured_outputs={"regex": "[ab]{3}"}, bad_words=["aa", "ab", "ba", "bb"]
+    )
+    (text, reason) = texts(llm, params)[0]
+    assert {*text} <= {"a", "b"} and reason == "length"
+
+
 def test_bad_words_and_allowed_tokens(llm):
     usual = texts(llm, SamplingParams(temperature=0, max_tokens=30))[0][0]
     bad = usual.split()[:3]
