@@ -7,6 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from moejax.errors import shown
 from moejax.models.attention.grouped_query import GroupedQueryAttention
 from moejax.models.family import (
     Family,
@@ -18,6 +19,7 @@ from moejax.models.family import (
 )
 from moejax.models.json_values import is_number
 from moejax.models.model_config import ModelConfig
+from moejax.models.rope import LARGEST
 
 
 class LateNormAttention(GroupedQueryAttention):
@@ -99,20 +101,22 @@ def _static_rope(fields: Fields, head_dim: int) -> Fields:
     raw = dict(fields.raw)
     tables = [key for key in ("rope_parameters", "rope_scaling") if isinstance(raw.get(key), dict)]
     alphas = [raw[key]["alpha"] for key in tables if raw[key].get("alpha") is not None]
-    types = {raw[key].get(name, "dynamic") for key in tables for name in ("type", "rope_type")}
-    if types - {"dynamic", "default", "linear"}:
+    types = [raw[key].get(name, "dynamic") for key in tables for name in ("type", "rope_type")]
+    for other in (each for each in types if each not in ("dynamic", "default", "linear")):
         raise fields.refuse(
-            f"rope type {min(types - {'dynamic', 'default', 'linear'})!r} is not implemented for "
-            "this model, only default, linear and dynamic"
+            f"rope type {shown(other)} is not implemented for this model, only default, linear and "
+            "dynamic"
         )
     if not alphas:
         return fields
-    if not is_number(alphas[0]) or not 0 < alphas[0] <= 1e9 or types != {"dynamic"}:
+    if not is_number(alphas[0]) or not 0 < alphas[0] <= 1e9 or {*types} != {"dynamic"}:
         raise fields.refuse("rope_parameters.alpha must be a number above 0, of rope type dynamic")
     thetas = [raw[key].get("rope_theta") for key in tables] + [raw.get("rope_theta")]
     theta = next((t for t in thetas if t is not None), 10_000.0)
-    if not is_number(theta) or theta <= 1:
-        raise fields.refuse(f"rope_theta must be a number above 1, not {theta!r}")
+    if not is_number(theta) or not 1 < theta <= LARGEST:
+        raise fields.refuse(f"rope_theta must be a number above 1, not {shown(theta)}")
+    if head_dim == 2:
+        raise fields.refuse("rope_parameters.alpha needs a head_dim above 2")
     for key in tables:
         del raw[key]
     raw["rope_theta"] = theta * alphas[0] ** (head_dim / (head_dim - 2))

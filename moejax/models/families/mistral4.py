@@ -39,7 +39,7 @@ def parse(fields: Fields) -> ModelConfig:
         )
     tables = [fields.raw.get(key) for key in ("rope_parameters", "rope_scaling")]
     table = Fields(
-        next(t for t in tables if isinstance(t, dict)), f"{fields.source}: rope_parameters"
+        next((t for t in tables if isinstance(t, dict)), {}), f"{fields.source}: rope_parameters"
     )
     fields = _without_part(fields)
     layers = fields.integer("num_hidden_layers", 36)

@@ -322,3 +322,26 @@ def test_tensors_of_layers_after_the_last_one(number, later):
     """Python makes no integer of more than 4,300 digits."""
     config = types.SimpleNamespace(num_hidden_layers=2)
     assert later_layer(config, f"model.layers.{number}.mlp.gate.weight") is later
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("HunYuanMoEV1", {"rope_scaling": {"type": []}}, r"rope type \[\] is not implemented"),
+        ("HunYuanMoEV1", {"rope_scaling": {"type": None, "rope_type": "yarn"}}, "rope type None"),
+        (
+            "HunYuanMoEV1",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
+            "needs a head_dim above 2",
+        ),
+        (
+            "HunYuanMoEV1",
+            {"rope_theta": 10**400, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
+            "rope_theta must be a number",
+        ),
+        ("Mistral4", {"rope_parameters": 5}, "rope_parameters must be"),
+    ],
+)
+def test_malformed_rope_tables_are_refused_by_name(family, fields, message):
+    with pytest.raises(UserError, match=message):
+        parse_config({"architectures": [f"{family}ForCausalLM"], **fields})
