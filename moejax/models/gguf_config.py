@@ -43,6 +43,16 @@ _COMMON: dict[str, str | None] = {
 """Key after the architecture → the field of config.json; None: it says nothing that the tensors do
 not."""
 
+_REQUIRED = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "expert_used_count",
+)
+"""Keys that llama.cpp requires too: config.json's defaults would be another model's."""
+
 _ROPE = {
     "rope.freq_base": "rope_theta",
     "rope.scaling.type": "rope_type",
@@ -180,6 +190,9 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     for key in own:
         if key not in keys and key not in _ROPE and key not in (*_READ_HERE, "expert_count"):
             raise file.refuse_own(key)
+    for key in _REQUIRED:
+        if key not in own:
+            raise UserError(f"{file.path}: {prefix}{key} is missing")
     if (gating := file.get("expert_gating_func")) not in (None, 0, architecture.gating):
         raise file.refuse("expert_gating_func", gating)
     fields: dict[str, Any] = {"architectures": [architecture.family], "hidden_act": "silu"}

@@ -150,6 +150,7 @@ def test_hostile_headers_are_refused_before_memory_is_taken(case, tmp_path):
             "rope.scaling.attn_factor is 1.5",
         ),
         (lambda w: w.add_array("tokenizer.ggml.eos_token_id", [1, 2]), "eos_token_id must be"),
+        (lambda w: w.kv_data[0].pop("qwen3moe.expert_used_count"), "expert_used_count is missing"),
         (lambda w: w.add_tensor(f"blk.{'9' * 5000}.x", np.ones(4, np.float32)), "blk.999.*is not"),
         (
             lambda w: w.add_string("qwen3moe.rope.scaling.type", "longrope"),
