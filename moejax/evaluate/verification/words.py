@@ -69,8 +69,8 @@ def _special_ids(tokenizer: PreTrainedTokenizerFast, config: ModelConfig, direct
     added = read_json(path).get("added_tokens_decoder", {}) if path.exists() else {}
     for number, token in added.items() if isinstance(added, dict) else ():
         text = token.get("content") if isinstance(token, dict) else None
-        if isinstance(text, str) and tokenizer.convert_tokens_to_ids(text) != int(number):
-            faults.append(f"{text!r} is {tokenizer.convert_tokens_to_ids(text)}, not {number}")
+        if isinstance(text, str) and str(found := tokenizer.convert_tokens_to_ids(text)) != number:
+            faults.append(f"{text!r} is {found}, not {number}")
     raw = read_json(directory / "config.json")
     inner = raw.get("text_config")
     text = inner if isinstance(inner, dict) else {}

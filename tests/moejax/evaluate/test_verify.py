@@ -14,8 +14,9 @@ import pytest
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.commands import main as cli
-from moejax.evaluate.verification import model, reference
+from moejax.evaluate.verification import model, reference, words
 from moejax.models import layers
+from moejax.models.config import load_config
 from tests.moejax.models.families import write_checkpoint
 
 LAYERS, LOGITS, THEIRS = "layers against float32", "logits of generated", "transformers"
@@ -152,3 +153,17 @@ def test_a_text_of_no_probability_is_wrong():
     logits = np.array([[1e4, 0.0]])
     other = types.SimpleNamespace(logits_of=lambda ids: logits)
     assert model._of_the_text(other, logits, [0, 1]).good is False
+
+
+def test_an_added_token_without_a_number_is_a_fault(demo_dir, tmp_path):
+    copied = shutil.copytree(demo_dir, tmp_path / "demo")
+    table = {"added_tokens_decoder": {"one": {"content": "<eos>"}}}
+    (copied / "tokenizer_config.json").write_text(json.dumps(table))
+    tokenizer = types.SimpleNamespace(
+        convert_tokens_to_ids=lambda text: 1,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    check = words._special_ids(tokenizer, load_config(copied), copied)
+    assert check.good is False and check.said == "'<eos>' is 1, not one"
