@@ -32,9 +32,13 @@ from scripts.parts.commands import new_parser, refusing
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = ("The old house", "Once upon a time", "A fox", "Tell me", "What is 3 times 14?")
+_URLS = (
+    *(COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/tokenize", "/live/budget", "/none"),
+)
 _FIELDS = (
     *("prompt", "max_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream", "tools"),
-    *("response_format", "structured_outputs", "messages", "zz", "logit_bias"),
+    *("response_format", "structured_outputs", "messages", "input", "zz", "logit_bias"),
 )
 
 
@@ -122,7 +126,7 @@ def check_free(llm: LLM, seconds: float = 60) -> None:
 
 def malformed(chance: random.Random) -> tuple[bytes, bool]:
     """Returns the bytes of a request that is wrong somewhere, and whether to send it slowly."""
-    url = chance.choice((COMPLETIONS, "/v1/chat/completions", "/tokenize", "/live/budget", "/none"))
+    url = chance.choice(_URLS)
     fields: dict[str, Any] = {"prompt": "A fox", "max_tokens": 3, "model": "m"}
     strange = (None, -1, 10**400, [], {}, "x" * 5000, "\ud800", True, [[[]]], float("1e308"), "🦊")
     for _ in range(chance.randrange(3)):

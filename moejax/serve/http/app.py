@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from moejax.serve.batch.openai_fields import CHAT, COMPLETIONS
 from moejax.serve.batch.result_lines import choice_of, prompt_logprobs_of, usage_of
 from moejax.serve.engine_thread import EngineDeadError
 from moejax.serve.http.answer_formats import NOTHING, Answer, AnswerReader
+from moejax.serve.http.dialects import Dialect, Messages, Responses
 from moejax.serve.http.live import MOST_VIEWERS, LiveView
 from moejax.serve.http.metrics import Metrics
 from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
@@ -105,9 +106,13 @@ def make_app(
         name = request.url.path.removeprefix("/") or "index.html"  # the routes name each file
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
-    async def answer(url: str, request: Request) -> Response:
+    async def answer(url: str, of: Callable[[], Dialect] | None, request: Request) -> Response:
         came = time.perf_counter()  # the engine's clock
-        asked = read_asked(url, await _read_body(request), model)
+        dialect = None if of is None else of()
+        translate = dict if dialect is None else dialect.chat_body
+        asked = read_asked(url, await _read_body(request), model, translate)
+        if dialect is not None:
+            asked = dataclasses.replace(asked, include_usage=True)
         if asked.chat and not (asked.raw or reader.plain):
             # Marks may be special tokens.
             params = dataclasses.replace(asked.request.sampling_params, skip_special_tokens=False)
@@ -136,7 +141,8 @@ def make_app(
             "model": model,
         }
         if asked.stream:
-            return _EventStream(asked, head, outputs, first, ended, parts(asked, first))
+            chunks = _chunks(asked, head, outputs, first, ended, parts(asked, first))
+            return _EventStream(outputs, (dialect or _OpenAI()).events(chunks))
         await outputs.aclose()
         ended(first)
         top = asked.request.sampling_params.logprobs or 0
@@ -144,9 +150,8 @@ def make_app(
         if (read := parts(asked, first)) is not None:
             for choice, completion in zip(choices, first.outputs, strict=True):
                 put_parts(choice, "message", read(completion), NOTHING)
-        return JSONResponse(
-            head | {"choices": choices, **prompt_logprobs_of(first), "usage": _count(first)}
-        )
+        whole = head | {"choices": choices, **prompt_logprobs_of(first), "usage": _count(first)}
+        return JSONResponse(whole if dialect is None else dialect.whole(whole))
 
     def parts(asked: Asked, first: RequestOutput) -> Parts | None:
         """Returns how the texts of a request are taken apart; None: they are the answers."""
@@ -169,7 +174,10 @@ def make_app(
             Route("/live/budget", move_budget, methods=["POST"]),
             Route("/", page),
             *(Route(f"/{name}", page) for name in _PAGE_FILES),
-            *(Route(url, partial(answer, url), methods=["POST"]) for url in (CHAT, COMPLETIONS)),
+            *(
+                Route(path, partial(answer, url, dialect), methods=["POST"])
+                for path, url, dialect in _APIS
+            ),
         ],
         exception_handlers=dict.fromkeys(_ERRORS, _answer_error)
         | {ClientDisconnect: _answer_nobody},
@@ -254,7 +262,8 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 def _require_key(app: ASGIApp, key: str) -> ASGIApp:
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))
             if not secrets.compare_digest(given, b"Bearer " + key.encode()):
                 refusal = Refusal(401, "the API key is missing or wrong", None, "invalid_api_key")
                 await _error_response(refusal)(scope, receive, send)
@@ -278,22 +287,14 @@ def _count(output: RequestOutput) -> dict[str, Any]:
 
 
 class _EventStream(StreamingResponse):
-    """A response of chunks as they come. The request is cancelled when the client goes away."""
+    """A response of events as they come. The request is cancelled when the client goes away."""
 
     def __init__(
-        self,
-        asked: Asked,
-        head: dict[str, Any],
-        outputs: AsyncGenerator[RequestOutput, None],
-        first: RequestOutput,
-        ended: Callable[[RequestOutput], None],
-        parts: Parts | None,
+        self, outputs: AsyncGenerator[RequestOutput, None], events: AsyncGenerator[str, None]
     ):
         self._outputs = outputs
         super().__init__(
-            _events(asked, head, outputs, first, ended, parts),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -303,18 +304,37 @@ class _EventStream(StreamingResponse):
                 await _unless_gone(Request(scope, receive), self.stream_response(send))
 
 
-async def _events(
+class _OpenAI:
+    """The events of chat completions and completions: their chunks, then [DONE]."""
+
+    async def events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            yield f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+_APIS: tuple[tuple[str, str, Callable[[], Dialect] | None], ...] = (
+    (CHAT, CHAT, None),
+    (COMPLETIONS, COMPLETIONS, None),
+    ("/v1/responses", CHAT, Responses),
+    ("/v1/messages", CHAT, Messages),
+)
+"""Path, the url whose body it is turned into, and its dialect."""
+
+
+async def _chunks(
     asked: Asked,
     head: dict[str, Any],
     outputs: AsyncGenerator[RequestOutput, None],
     first: RequestOutput,
     ended: Callable[[RequestOutput], None],
     parts: Parts | None,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yields the chunks of an answer, or an error as the last of them."""
     count = {"usage": None} if asked.include_usage else {}
 
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        return _event({**head, "choices": choices, **count, **more})
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**head, "choices": choices, **count, **more}
 
     top = asked.request.sampling_params.logprobs or 0
     pieces = [_Pieces(asked.chat, top, parts) for _ in first.outputs]
@@ -336,12 +356,7 @@ async def _events(
         if asked.include_usage:
             yield chunk([], usage=_count(output))
     except (UserError, EngineDeadError) as error:
-        yield _event(_error_body(error))
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+        yield _error_body(error)
 
 
 @dataclasses.dataclass

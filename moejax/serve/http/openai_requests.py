@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 from moejax.errors import UserError, shown
@@ -43,17 +44,20 @@ class Asked:
         return self.url == CHAT
 
 
-def read_asked(url: str, raw: bytes, model: str) -> Asked:
+def read_asked(
+    url: str, raw: bytes, model: str, translate: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Asked:
     """Reads the request in a body.
 
     - `url`: of chats or of completions.
     - `model`: the name that is served.
+    - `translate`: the body's fields → those of that url.
 
     Raises Refusal with status 404 for another model, and 400 for everything else that is wrong.
     """
     fields: dict[str, Any] = {}
     try:
-        fields = read_json_object(raw)
+        fields = translate(read_json_object(raw))
         return _read(url, {k: v for k, v in fields.items() if v is not None}, model)
     except ValueError as error:  # most are UserError; Python has one for enormous integers
         words = re.findall(r"\w+", str(error))

@@ -471,7 +471,7 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": 5}, 400, None, "maps names"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, 400, None, "'tools'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "text"),
-    ("/v1/responses", {"input": "x"}, 404, None, "Not Found"),
+    ("/v1/embeddings", {"input": "x"}, 404, None, "Not Found"),
     ("/v1/models", {}, 405, None, "Method Not Allowed"),
     (COMPLETIONS, b" " * (http_app.MOST_BODY + 1), 413, None, "longer than"),
 ]
