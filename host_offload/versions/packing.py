@@ -1,4 +1,4 @@
-"""Packs codes of 8, 4 or 2 bits into the uint16 elements of a record, in numpy.
+"""Packs codes of 8, 4, 2 or 1 bits into the uint16 elements of a record, in numpy.
 
 pallas_kernels.records.format defines the layout: the axis that a matrix is reduced over is cut into
 equal parts, the planes, and an element holds one code of each plane.

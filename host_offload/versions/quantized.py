@@ -16,6 +16,8 @@ from host_offload.versions.packing import pack
 from pallas_kernels.records.encoding import Encoding
 
 _DTYPES = {
+    "uint8": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -42,6 +44,12 @@ class QuantizedMatrix:
     """uint8, shaped as the scales, if the encoding has zeros."""
     whole: np.ndarray | None = None
     """float32[1], if the encoding has a number for the whole matrix."""
+    mins: np.ndarray | None = None
+    """Like the scales, if the encoding has minimums."""
+    supers: np.ndarray | None = None
+    """float16[out, ⌈groups/super⌉], if scales are multiplied by them."""
+    min_supers: np.ndarray | None = None
+    """The same of the minimums."""
 
     def rows(self, rows: slice) -> QuantizedMatrix:
         """Some rows of the matrix: neighbours or, if each row has its own scales, every n-th.
@@ -51,35 +59,54 @@ class QuantizedMatrix:
             if rows.step or rows.start % across:
                 raise QuantizedError(f"has scales of {across} rows that are of gate and of up")
             scales = slice(rows.start // across, -(-rows.stop // across))
-        zeros = None if self.zeros is None else self.zeros[scales]
-        return dataclasses.replace(
-            self, codes=self.codes[rows], scales=self.scales[scales], zeros=zeros
-        )
+        numbers = {field: numbers[scales] for field, numbers in self._numbers().items()}
+        return dataclasses.replace(self, codes=self.codes[rows], **numbers)
+
+    def _numbers(self) -> dict[str, np.ndarray]:
+        """Field → its numbers of groups, for the fields that there are."""
+        fields = ("scales", "zeros", "mins", "supers", "min_supers")
+        found = {field: getattr(self, field) for field in fields}
+        return {field: numbers for field, numbers in found.items() if numbers is not None}
 
     def check(self, dtype: np.dtype) -> None:
         """Raises QuantizedError for codes or scales that are not finite, and for scales with which
         weights may be infinite in `dtype`, the run's."""
         with np.errstate(all="ignore"):
-            bad, scales = ~np.isfinite(self.encoding.values), self._scaled(self.scales)
+            bad, scales = ~np.isfinite(self.encoding.values), self._scales(slice(None))
+            mins = np.zeros_like(scales) if self.mins is None else self._minimums(slice(None))
         if self.whole is not None and not (np.isfinite(self.whole) & (self.whole != 0)).all():
             raise QuantizedError(f"has a scale of all scales that is {self.whole[0]:g}")
-        if not np.isfinite(scales).all():
+        if not (np.isfinite(scales) & np.isfinite(mins)).all():
             raise QuantizedError("has scales that are NaN or infinite")
         if bad.any() and (count := np.count_nonzero(bad[self.codes])):
             raise QuantizedError(f"has {count} codes that mean NaN")
-        most = float(np.abs(scales).max(initial=0)) * self.encoding.largest
+        largest = np.float64(self.encoding.largest)
+        most = np.max(np.abs(scales) * largest + np.abs(mins), initial=0)
         if most > float(ml_dtypes.finfo(dtype).max):
             raise QuantizedError(
                 f"has scales up to {np.abs(scales).max():g}, of which {dtype.name} cannot hold "
                 "every weight; run with dtype bfloat16 or float32"
             )
 
-    def _scaled(self, scales: np.ndarray) -> np.ndarray:
-        """float32: what codes are multiplied by, of some scales."""
-        scales = scales.astype(np.float32)
+    def _scales(self, rows: slice | np.ndarray) -> np.ndarray:
+        """float32: what codes are multiplied by, of some rows of scales."""
+        scales = self.scales[rows].astype(np.float32)
+        if self.supers is not None:
+            scales *= self._of_scales(self.supers[rows])
         if self.whole is None:
             return scales
         return scales * self.whole if self.encoding.whole == "times" else scales / self.whole
+
+    def _minimums(self, rows: slice | np.ndarray) -> np.ndarray:
+        """float32: what is added to the weights of a group, of some rows of minimums."""
+        assert self.mins is not None
+        mins = self.mins[rows].astype(np.float32)
+        return mins if self.min_supers is None else -(mins * self._of_scales(self.min_supers[rows]))
+
+    def _of_scales(self, supers: np.ndarray) -> np.ndarray:
+        """float32: for each scale the number above it."""
+        each = np.repeat(supers.astype(np.float32), self.encoding.super, axis=1)
+        return each[:, : self.scales.shape[1]]
 
     def dequantize(self, first: int, out: np.ndarray) -> None:
         """Fills `out`, float32[n, in], with the weights of n rows from `first` on."""
@@ -89,7 +116,9 @@ class QuantizedMatrix:
         np.take(self.encoding.values, self.codes[first:last], out=out)
         if self.zeros is not None:
             out -= self.zeros[rows].astype(np.float32)[:, columns]
-        out *= self._scaled(self.scales[rows])[:, columns]
+        out *= self._scales(rows)[:, columns]
+        if self.mins is not None:
+            out += self._minimums(rows)[:, columns]
         if self.encoding.product is not None:
             out[:] = out.astype(_DTYPES[self.encoding.product])
 
@@ -100,13 +129,15 @@ class QuantizedMatrix:
         - `parts`: field of the encoding → uint16[·, rows, D].
         """
         down = matrix == "down"
-        put_values(self.scales.T if down else self.scales, parts["scales"])
-        if self.zeros is not None:
-            put_values(self.zeros.T if down else self.zeros, parts["zeros"])
+        for field, numbers in self._numbers().items():
+            put_values(numbers.T if down else numbers, parts[field])
         if self.whole is not None:
             put_values(self.whole, parts["global"])
-        packed = np.ascontiguousarray(self.codes.T if down else self.codes)
-        pack(packed, self.encoding.bits, down, parts["codes"].reshape(-1))
+        codes, bits = np.ascontiguousarray(self.codes.T if down else self.codes), self.encoding.bits
+        if self.encoding.high:
+            pack(codes >> bits, self.encoding.high, down, parts["highs"].reshape(-1))
+            codes = codes & np.uint8((1 << bits) - 1)
+        pack(codes, bits, down, parts["codes"].reshape(-1))
 
 
 def put_values(values: np.ndarray, part: np.ndarray) -> None:

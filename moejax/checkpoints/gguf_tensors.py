@@ -179,20 +179,91 @@ def _halves(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([blocks & 15, blocks >> 4], -1).reshape(len(blocks), -1)
 
 
+def _halves_of(blocks: np.ndarray, count: int) -> np.ndarray:
+    """The same of blocks of some parts that each have their halves."""
+    return _halves(blocks.reshape(*blocks.shape[:-1], count, -1))
+
+
+def _numbers(blocks: np.ndarray, dtype: str) -> np.ndarray:
+    """[rows, blocks, numbers]: a block's bytes as numbers of that dtype."""
+    return np.ascontiguousarray(blocks).view(dtype)
+
+
 def _scaled(scale: str, codes: Callable[[np.ndarray], np.ndarray]) -> Unpack:
     """Unpacks blocks of a scale of that dtype and codes."""
     width = np.dtype(scale).itemsize
 
     def unpack(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
-        scales = np.ascontiguousarray(blocks[..., :width]).view(scale)[..., 0]
+        scales = _numbers(blocks[..., :width], scale)[..., 0]
         return QuantizedMatrix(codes(blocks[..., width:]), as_scales(scales, encoding), encoding)
 
     return unpack
 
 
+def _with_minimum(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
+    """Q4_1: a scale, a minimum, codes."""
+    scales, mins = np.moveaxis(_numbers(blocks[..., :4], "<f2"), -1, 0)
+    return QuantizedMatrix(_halves(blocks[..., 4:]), scales, encoding, mins=mins)
+
+
+def _with_fifth_bits(begin: int, unpack: Unpack) -> Unpack:
+    """Unpacks blocks in which the codes' fifth bits, in their order, lie before their halves.
+
+    - `unpack`: for the blocks without these bytes, which begin at `begin`.
+    """
+
+    def unpack_all(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
+        bits = np.unpackbits(blocks[..., begin : begin + 4], axis=-1, bitorder="little")
+        rest = np.concatenate([blocks[..., :begin], blocks[..., begin + 4 :]], -1)
+        matrix = unpack(rest, encoding)
+        codes = matrix.codes | bits.reshape(len(blocks), -1) << 4
+        return dataclasses.replace(matrix, codes=codes)
+
+    return unpack_all
+
+
+def _q4_k(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
+    """Two supers, eight scales and minimums of 6 bits, [fifth bits: bit i of 32 bytes are those of
+    group i], halves of four times 64 codes."""
+    from gguf.quants import Q4_K
+
+    rows = len(blocks)
+    supers, min_supers = np.moveaxis(_numbers(blocks[..., :4], "<f2"), -1, 0)
+    scales, mins = Q4_K.get_scale_min(np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12))
+    codes = _halves_of(blocks[..., -128:], 4)
+    if encoding.high:
+        bits = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little")
+        codes |= bits.swapaxes(-1, -2).reshape(rows, -1) << 4
+    return QuantizedMatrix(
+        codes,
+        scales.reshape(rows, -1),
+        encoding,
+        mins=mins.reshape(rows, -1),
+        supers=supers,
+        min_supers=min_supers,
+    )
+
+
+def _q6_k(blocks: np.ndarray, encoding: Encoding) -> QuantizedMatrix:
+    """Halves of two times 128 codes, their upper 2 bits, sixteen scales, a super."""
+    rows = len(blocks)
+    codes = _halves_of(blocks[..., :128], 2)
+    upper = blocks[..., 128:192].reshape(rows, -1, 1, 32) >> np.array([[0], [2], [4], [6]], "u1")
+    codes |= (upper & 3).reshape(rows, -1) << 4
+    scales = _numbers(blocks[..., 192:208], "i1").reshape(rows, -1)
+    supers = _numbers(blocks[..., 208:], "<f2")[..., 0]
+    return QuantizedMatrix(codes, scales, encoding, supers=supers)
+
+
 UNPACK: dict[str, Unpack] = {
     "Q8_0": _scaled("<f2", lambda blocks: blocks.reshape(len(blocks), -1) ^ np.uint8(0x80)),
     "Q4_0": _scaled("<f2", _halves),
+    "Q4_1": _with_minimum,
+    "Q5_0": _with_fifth_bits(2, _scaled("<f2", _halves)),
+    "Q5_1": _with_fifth_bits(4, _with_minimum),
+    "Q4_K": _q4_k,
+    "Q5_K": _q4_k,
+    "Q6_K": _q6_k,
     "IQ4_NL": _scaled("<f2", _halves),
     "MXFP4": _scaled("u1", _halves),
 }

@@ -19,6 +19,12 @@ from pallas_kernels.records.format import MATRICES, join_names
 FORMATS: dict[str, str] = {
     "Q8_0": "q8_0",
     "Q4_0": "q4_0",
+    "Q4_1": "q4_1",
+    "Q5_0": "q5_0",
+    "Q5_1": "q5_1",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
     "IQ4_NL": "iq4_nl",
     "MXFP4": "fp4-32-e8m0",
 }

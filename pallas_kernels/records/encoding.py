@@ -35,9 +35,14 @@ class Encoding:
     divides the axis is taken, otherwise the last one, with a short last group."""
     across: int = 1
     """Weights along the other axis that share it."""
+    high: int = 0
+    """With the field `highs`, further bits of a code, above the `bits` of the field `codes`."""
     scale: str = "float16"
-    """What scales are: "float16", "bfloat16", "float32", "float8_e4m3fn", or "float8_e8m0fnu",
-    powers of two."""
+    """What scales are, and the minimums of the field `mins`: "float16", "bfloat16", "float32",
+    "float8_e4m3fn", "float8_e8m0fnu", powers of two, or "uint8" and "int8" below supers."""
+    super: int = 0
+    """With the field `supers`, float16 numbers: how many groups share one by which their scales
+    are multiplied, and with the field `min_supers` another one for their minimums."""
     whole: str | None = None
     """With the field `global`, a float32 for the whole matrix: "times", a scale is multiplied by
     it; "over", it is divided by it."""
@@ -65,11 +70,17 @@ class Encoding:
 
     @functools.cached_property
     def values(self) -> np.ndarray:
-        """float32[2^bits]: what each code means before it is scaled."""
-        codes = np.arange(1 << self.bits, dtype=np.uint16)
+        """float32[2^(bits + high)]: what each code means before it is scaled."""
+        codes = np.arange(1 << self.bits + self.high, dtype=np.uint16)
         if self.value is None:
             return codes.astype(np.float32) - np.float32(self.zero)
         return np.asarray(self.value(jnp.asarray(codes)))
+
+    def dtype_of(self, field: str) -> str:
+        """What the numbers of groups in a field are."""
+        return {"zeros": "uint8", "supers": "float16", "min_supers": "float16"}.get(
+            field, self.scale
+        )
 
 
 DENSE = Encoding(native=0, kernels=True)
@@ -105,6 +116,36 @@ GGUF = {
     "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0, native=1),
     "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0, native=2),
     "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0),
+    "q4_1": Encoding((*SCALED, "mins"), 4, groups=(32,), largest=15.0),
+    "q5_0": Encoding(("codes", "highs", "scales"), 4, 16.0, (32,), high=1, largest=16.0),
+    "q5_1": Encoding(("codes", "highs", "scales", "mins"), 4, groups=(32,), high=1, largest=31.0),
+    "q4_k": Encoding(
+        ("codes", "scales", "supers", "mins", "min_supers"),
+        4,
+        groups=(32,),
+        scale="uint8",
+        super=8,
+        largest=15.0,
+    ),
+    "q5_k": Encoding(
+        ("codes", "highs", "scales", "supers", "mins", "min_supers"),
+        4,
+        high=1,
+        groups=(32,),
+        scale="uint8",
+        super=8,
+        largest=31.0,
+    ),
+    "q6_k": Encoding(
+        ("codes", "highs", "scales", "supers"),
+        4,
+        high=2,
+        zero=32.0,
+        groups=(16,),
+        scale="int8",
+        super=16,
+        largest=32.0,
+    ),
 }
 """Formats of GGUF files, by ggml's names of them."""
 

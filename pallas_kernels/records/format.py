@@ -28,6 +28,13 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
     code that means 0. With e4m3 scales ``gate_global``, ``up_global`` and ``down_global`` follow,
     each a float32 with which all scales of the matrix are multiplied (x) or divided (div).
 
+`q8_0`, `q4_1`, `q5_k` … (what GGUF files have)
+    The parts of int8 and int4, and some of these. ``gate_highs`` … : the bits of codes of 5 and 6
+    bits above the lowest 4, laid out as codes of 1 and 2 bits. ``gate_mins`` …: a number for each
+    scale, added to its weights. ``gate_supers`` …, ``gate_min_supers`` …: a float16 for each
+    `super` scales or minimums along the reduced axis. Scales and minimums are then integers in
+    bytes. Each is multiplied by its float16, and the minimum is subtracted.
+
 `int4-32-bf16+int4-32-bf16+int8-32-bf16` … (gate, up and down in formats of their own)
     For each field that some of the matrices have, the parts of these matrices.
 
@@ -112,6 +119,8 @@ ESCAPE = 15
 """lossless12's code for a weight in the table."""
 
 SCALE_BYTES = {
+    "uint8": 1,
+    "int8": 1,
     "float16": 2,
     "bfloat16": 2,
     "float32": 4,
@@ -152,7 +161,8 @@ class RecordFormat:
                     f"{self.version} holds {dtypes[0]} weights, not {self.dtype}; run in "
                     f"{dtypes[0]}, or use another version"
                 )
-            if self.hidden % (planes := self.planes_of(matrix)):
+            planes = 16 // encoding.high if encoding.high else self.planes_of(matrix)
+            if self.hidden % planes:
                 raise ValueError(
                     f"{self.version} needs a hidden size D that is a multiple of {planes}, not "
                     f"{self.hidden}; use another version"
@@ -241,6 +251,13 @@ class RecordFormat:
             return -(-self.width // group), -(-self.hidden // across)
         return -(-self.width // across), -(-self.hidden // group)
 
+    def field_shape(self, matrix: str, field: str) -> tuple[int, int]:
+        """How many numbers a field has along the axes of a matrix: one for a scale, or for
+        `super` of them."""
+        first, second = self.scale_shape(matrix)
+        each = self.encodings[matrix].super if field.endswith("supers") else 1
+        return (-(-first // each), second) if matrix == "down" else (first, -(-second // each))
+
     @property
     def blocks(self) -> int:
         """Row blocks of one matrix in lossless12."""
@@ -310,11 +327,11 @@ def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
             return -(-fmt.width // 2)
         case "codes":
             return -(-fmt.width // fmt.planes_of(matrix))
-        case "scales":
-            itemsize = SCALE_BYTES[fmt.encodings[matrix].scale]
-            return -(-math.prod(fmt.scale_shape(matrix)) * itemsize // (2 * fmt.hidden))
-        case "zeros":
-            return -(-math.prod(fmt.scale_shape(matrix)) // (2 * fmt.hidden))
+        case "highs":
+            return -(-fmt.width * fmt.encodings[matrix].high // 16)
+        case "scales" | "zeros" | "mins" | "supers" | "min_supers":
+            itemsize = SCALE_BYTES[fmt.encodings[matrix].dtype_of(field)]
+            return -(-math.prod(fmt.field_shape(matrix, field)) * itemsize // (2 * fmt.hidden))
         case "global":
             return -(-2 // fmt.hidden)
         case "tables":

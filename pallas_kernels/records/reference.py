@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.records.encoding import float8_value
-from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
+from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, SCALE_BYTES, RecordFormat
 
 
 def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
@@ -81,12 +83,16 @@ def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """[I, D] of the run's dtype."""
     encoding = fmt.encodings[matrix]
     codes = _codes(record, fmt, matrix, "codes", encoding.bits)
+    if encoding.high:
+        codes |= _codes(record, fmt, matrix, "highs", encoding.high) << encoding.bits
     values = codes.astype(jnp.float32) if encoding.value is None else encoding.value(codes)
     if "zeros" in encoding.fields:
-        values -= _of_weights(_bytes(record, fmt, f"{matrix}_zeros"), fmt, matrix)
+        values -= _of_weights(_numbers(record, fmt, matrix, "zeros"), fmt, matrix)
     elif encoding.value is None:
         values -= encoding.zero
     product = values * _of_weights(_scales(record, fmt, matrix), fmt, matrix)
+    if "mins" in encoding.fields:
+        product += _of_weights(_minimums(record, fmt, matrix), fmt, matrix)
     if encoding.product is not None:
         product = product.astype(encoding.product)
     return product.astype(fmt.dtype)
@@ -99,36 +105,52 @@ def _bytes(record: jax.Array, fmt: RecordFormat, name: str) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.uint8).reshape(-1)
 
 
-def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
-    """float32: the scales of a matrix, and what fills their part up."""
-    encoding, stored = fmt.encodings[matrix], _bytes(record, fmt, f"{matrix}_scales")
-    if encoding.scale == "float8_e8m0fnu":  # XLA knows it on few devices: a float32's exponent
-        exponents = stored.astype(jnp.uint32)
+def _numbers(record: jax.Array, fmt: RecordFormat, matrix: str, field: str) -> jax.Array:
+    """float32[fmt.field_shape]: the numbers of groups in a field."""
+    stored, name = _bytes(record, fmt, f"{matrix}_{field}"), fmt.encodings[matrix].dtype_of(field)
+    shape = fmt.field_shape(matrix, field)
+    stored = stored[: math.prod(shape) * SCALE_BYTES[name]].reshape(*shape, -1)
+    if name == "float8_e8m0fnu":  # XLA knows it on few devices: a float32's exponent
+        exponents = stored.reshape(shape).astype(jnp.uint32)
         return lax.bitcast_convert_type(jnp.where(exponents, exponents << 23, 1 << 22), jnp.float32)
-    if encoding.scale == "float8_e4m3fn":
-        scales = float8_value(stored)
-    else:
-        dtype = jnp.dtype(encoding.scale)
-        stored = stored.reshape(-1, dtype.itemsize)
-        scales = lax.bitcast_convert_type(stored, dtype).astype(jnp.float32)
+    if name == "float8_e4m3fn":
+        return float8_value(stored.reshape(shape))
+    return lax.bitcast_convert_type(stored, jnp.dtype(name)).reshape(shape).astype(jnp.float32)
+
+
+def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """float32[fmt.scale_shape]: the scales of a matrix."""
+    encoding, scales = fmt.encodings[matrix], _numbers(record, fmt, matrix, "scales")
+    if "supers" in encoding.fields:
+        return scales * _of_scales(_numbers(record, fmt, matrix, "supers"), fmt, matrix)
     if encoding.whole is None:
         return scales
     one = lax.bitcast_convert_type(_bytes(record, fmt, f"{matrix}_global")[:4], jnp.float32)
     return scales * one if encoding.whole == "times" else scales / one
 
 
-def _of_weights(values: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
-    """float32[I, D]: for each weight of a matrix the value of its group.
+def _minimums(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """float32[fmt.scale_shape]: what is added to the weights of a group."""
+    mins = _numbers(record, fmt, matrix, "mins")
+    if "min_supers" not in fmt.encodings[matrix].fields:
+        return mins
+    return -(mins * _of_scales(_numbers(record, fmt, matrix, "min_supers"), fmt, matrix))
 
-    - `values`: flat, as many as the matrix has scales, or more.
-    """
-    shape = fmt.scale_shape(matrix)
-    each = values[: shape[0] * shape[1]].reshape(shape)
+
+def _of_scales(supers: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """[fmt.scale_shape]: for each scale the number above it."""
+    axis = 0 if matrix == "down" else 1
+    each = jnp.repeat(supers, fmt.encodings[matrix].super, axis=axis)
+    return lax.slice_in_dim(each, 0, fmt.scale_shape(matrix)[axis], axis=axis)
+
+
+def _of_weights(each: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """[I, D]: for each weight of a matrix the value of its group, of [fmt.scale_shape]."""
     group, across = fmt.group_of(matrix), fmt.encodings[matrix].across
     repeats = (group, across) if matrix == "down" else (across, group)
     for axis, size in enumerate((fmt.width, fmt.hidden)):
         each = lax.slice_in_dim(jnp.repeat(each, repeats[axis], axis=axis), 0, size, axis=axis)
-    return each.astype(jnp.float32)
+    return each
 
 
 def _decode_lossless(record: jax.Array, fmt: RecordFormat) -> jax.Array:

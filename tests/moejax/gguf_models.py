@@ -44,6 +44,10 @@ ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
 _MADE_AS = {"IQ4_NL": "Q4_0"}
 """Types that the package only dequantizes → one whose blocks have the same parts."""
 
+_SUPERS = {"Q4_K": (0, 236, 2, 31), "Q5_K": (0, 488, 2, 31), "Q6_K": (208, 1370)}
+"""Types that the package only dequantizes → where in a block its float16 numbers are, each with
+what weights of the size 1 divide by there."""
+
 _PERMUTED = ("Mixtral",)
 """Families whose converter puts rotated pairs side by side."""
 
@@ -77,6 +81,18 @@ def _type_of(name: str, weights: np.ndarray, wanted: str) -> str:
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]]
     plain = weights.ndim < 2 or "ffn_gate_inp" in name or weights.shape[-1] % block
     return "F32" if plain else wanted
+
+
+def _random_blocks(weights: np.ndarray, type_: str) -> np.ndarray:
+    """Blocks in which every bit is random, of weights that are about as large."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
+    random = np.random.default_rng(weights.view(np.uint32).reshape(-1)[:4])
+    blocks = random.integers(0, 256, (len(weights), weights.shape[1] // block, nbytes), np.uint8)
+    places = _SUPERS[type_]
+    for place, over in zip(places[::2], places[1::2], strict=True):
+        sizes = random.uniform(0.5, 1, (*blocks.shape[:2], 1)) * weights.std() / over
+        blocks[..., place : place + 2] = sizes.astype("<f2").view(np.uint8)
+    return blocks.reshape(len(weights), -1)
 
 
 def gguf_model(
@@ -124,8 +140,11 @@ def gguf_model(
         assert target, name
         kind = others if found is None else (down or experts) if "down" in target else experts
         type_ = _type_of(target, stored[name], kind)
-        made = gguf.GGMLQuantizationType[_MADE_AS.get(type_, type_)]
-        data = quantize(stored[name], made)
+        if type_ in _SUPERS:
+            data = _random_blocks(stored[name], type_)
+        else:
+            made = gguf.GGMLQuantizationType[_MADE_AS.get(type_, type_)]
+            data = quantize(stored[name], made)
         stored[name] = dequantize(data, gguf.GGMLQuantizationType[type_])
         if family in _PERMUTED and ("attn_q." in target or "attn_k." in target):
             heads = "num_attention_heads" if "attn_q." in target else "num_key_value_heads"

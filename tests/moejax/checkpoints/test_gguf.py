@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
@@ -54,9 +57,81 @@ def test_every_weight_is_that_of_the_dequantized_checkpoint(family, directory):
         assert np.array_equal(leaves(found)[name], leaf), name
 
 
-@pytest.mark.parametrize(("type_", "split"), [("Q4_0", 4), ("IQ4_NL", 0), ("MXFP4", 0)])
+def halves(codes, width):
+    low, high = np.moveaxis(codes.reshape(*codes.shape[:2], -1, 2, width) & 15, 3, 0)
+    return (low | high << 4).reshape(*codes.shape[:2], -1)
+
+
+def fifth_bits(codes):
+    return np.packbits(codes >> 4, -1, "little")
+
+
+def six_bits(scales, mins):
+    rows = [(each[..., :4] | each[..., 4:] >> 4 << 6) for each in (scales, mins)]
+    return np.concatenate([*rows, scales[..., 4:] & 15 | mins[..., 4:] << 4], -1)
+
+
+def upper_bits(codes, parts, bits):
+    grouped = codes.reshape(*codes.shape[:2], -1, parts, 32) >> 4
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return np.bitwise_or.reduce(grouped << shifts, -2).reshape(*codes.shape[:2], -1)
+
+
+BLOCKS = {
+    "Q4_1": lambda q, scales, mins: (scales, mins, halves(q, 16)),
+    "Q5_0": lambda q, scales: (scales, fifth_bits(q), halves(q, 16)),
+    "Q5_1": lambda q, scales, mins: (scales, mins, fifth_bits(q), halves(q, 16)),
+    "Q4_K": lambda q, scales, supers, mins, min_supers: (
+        *(supers, min_supers, six_bits(scales, mins), halves(q, 32)),
+    ),
+    "Q5_K": lambda q, scales, supers, mins, min_supers: (
+        *(supers, min_supers, six_bits(scales, mins), upper_bits(q, 8, 1), halves(q, 32)),
+    ),
+    "Q6_K": lambda q, scales, supers: (halves(q, 64), upper_bits(q, 4, 2), scales, supers),
+}
+"""Type → the parts of blocks as ggml-common.h has them, of codes and the other fields."""
+
+
+def file_bytes(record, fmt, matrix, type_):
+    """The blocks of a matrix in its file, from the fields of its record."""
+    encoding, down = fmt.encodings[matrix], matrix == "down"
+    planes = {"codes": encoding.bits, "highs": encoding.high}
+    codes, shift, found = np.zeros((fmt.width, fmt.hidden), np.uint8), 0, {}
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[type_]][0]
+    for field in encoding.fields:
+        first, count = fmt.parts[f"{matrix}_{field}"]
+        part = record[first : first + count].reshape(-1)
+        if bits := planes.get(field):
+            part = part[: fmt.width * fmt.hidden * bits // 16]
+            part = part.reshape((-1, fmt.hidden) if down else (fmt.width, -1))
+            every = [part >> j & (1 << bits) - 1 for j in range(0, 16, bits)]
+            codes |= np.concatenate(every, 0 if down else 1).astype(np.uint8) << shift
+            shift += bits
+            continue
+        shape = fmt.field_shape(matrix, field)
+        values = part.view(encoding.dtype_of(field))[: shape[0] * shape[1]].reshape(shape)
+        values = np.ascontiguousarray(values.T if down else values)
+        found[field] = values.reshape(len(values), codes.shape[not down] // block, -1)
+    codes = np.ascontiguousarray(codes.T if down else codes).reshape(
+        len(codes[0] if down else codes), -1, block
+    )
+    parts = BLOCKS[type_](codes, **found)
+    return np.concatenate([np.ascontiguousarray(each).view(np.uint8) for each in parts], -1)
+
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("type_", "split"), [("Q4_0", 4), ("IQ4_NL", 0), ("MXFP4", 0), *((name, 0) for name in BLOCKS)]
+)
 def test_records_mean_what_the_package_says(type_, split, tmp_path):
-    gguf_model(tmp_path / "model.gguf", experts=type_, split=split)
+    gguf_model(
+        tmp_path / "model.gguf",
+        experts=type_,
+        split=split,
+        **(WIDE if type_.endswith("K") else {}),
+    )
     path = min(tmp_path.glob("*.gguf"))
     assert path.name.endswith(f"-of-{len([*tmp_path.glob('*.gguf')]):05}.gguf") == (split > 0)
     found = load_checkpoint(path, "float32", versions=(CHECKPOINT,)).store
@@ -64,8 +139,19 @@ def test_records_mean_what_the_package_says(type_, split, tmp_path):
     assert [*found.arrays] == [FORMATS[type_]]
     records, dense = (np.asarray(*each.arrays.values()) for each in (found, wanted))
     for at in np.ndindex(records.shape[:2]):
-        decoded = decode(records[at], found.layouts[FORMATS[type_]])
-        assert np.array_equal(decoded, decode(dense[at], wanted.layouts["dense"])), at
+        decoded, whole = (
+            np.asarray(decode(jnp.asarray(each[at]), *store.layouts.values())).view(np.uint32)
+            for each, store in ((records, found), (dense, wanted))
+        )
+        assert np.array_equal(decoded, whole), at
+    for name, tensor in read_gguf(path)[0].tensors.items() if type_ in BLOCKS else ():
+        if "_exps" in name:
+            layer, matrix = int(name.split(".")[1]), name.split("_")[1]
+            fmt = found.layouts[FORMATS[type_]]
+            mine = [file_bytes(each, fmt, matrix, type_).tobytes() for each in records[layer]]
+            with path.open("rb") as file:
+                file.seek(tensor.begin)
+                assert b"".join(mine) == file.read(tensor.nbytes), name
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)])
@@ -78,6 +164,30 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory)
         wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         for each, token, row in zip(chosen, tokens, wanted, strict=True):
             assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%"])
+def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, directory):
+    path = directory / "Q4_K_M.gguf"
+    if not path.exists():
+        gguf_model(path, experts="Q4_K", down="Q6_K", **WIDE)
+    stats, found = run(path, expert_budget=budget, ops="xla")
+    assert stats["precision"]["versions"] == ["q4_k+q4_k+q6_k"]
+    assert found == run(directory / "Q4_K_M-dense", ops="xla")[1]
+    with pytest.raises(UserError, match="no native CPU op reads records of q4_k"):
+        run(path, ops="cpu")
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_k_quants_whose_scales_or_minimums_are_not_finite_are_refused(offset, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, experts="Q5_K", **WIDE)
+    begin = read_gguf(path)[0].tensors["blk.1.ffn_up_exps.weight"].begin
+    with path.open("r+b") as file:
+        file.seek(begin + 176 * 256 + offset)
+        file.write(np.float16("inf").tobytes())
+    with pytest.raises(UserError, match=r"blk.1.ffn_up_exps.weight, expert 1 has scales .*infin"):
+        load_checkpoint(path, versions=(CHECKPOINT,))
 
 
 def text(value: bytes) -> bytes:
