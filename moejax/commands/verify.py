@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from moejax.commands import add_command, print_table, say
 from moejax.commands.model import (
@@ -62,11 +61,12 @@ def _run(args: argparse.Namespace) -> int:
 
     from moejax.evaluate.verification.model import free_text, require_files, verify
     from moejax.models.config import load_config
+    from moejax.models.directory import checkpoint_directory
     from moejax.models.hub import model_directory
     from moejax.progress import count_progress
 
     text = free_text(args.text)
-    directory = require_files(Path(model_directory(args.model)).expanduser())
+    directory = require_files(checkpoint_directory(model_directory(args.model)))
     layers, quiet = load_config(directory).num_hidden_layers, args.quiet or args.json
     with count_progress("layers", layers, 0, not quiet) as report:
         found = verify(

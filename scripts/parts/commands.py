@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "peers"),
-    "check": ("batch", "paired", "fuzz", "attack", "gpu_day", "scale_out", "server"),
+    "check": ("batch", "paired", "fuzz", "attack", "gpu_day", "scale_out", "server", "flat"),
 }
 """Group → names."""
 

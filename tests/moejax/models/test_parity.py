@@ -391,7 +391,8 @@ class Run:
 
 
 def _run(case: Case, directory) -> Run:
-    model = random_model(case.family, **case.config)
+    # Some config classes of transformers write into what they are given.
+    model = random_model(case.family, **copy.deepcopy(case.config))
     rng = np.random.default_rng(0)
     vocabulary = model.config.get_text_config().vocab_size
     prompts = [rng.integers(0, vocabulary, n).tolist() for n in case.prompts]
