@@ -4,8 +4,6 @@ import types
 
 import numpy as np
 import pytest
-import torch
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import (
@@ -21,6 +19,7 @@ from tests.pallas_kernels.paged_kv import lay_out
 LENGTH, HEADS, PAGE = 70, 8, KVPage(16, 2, 32)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("cpu", marks=NATIVE)])
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_with_sinks(implementation, window):
@@ -43,6 +42,9 @@ def test_attention_with_sinks(implementation, window):
 
 
 def expected(q, k, v, sinks, window):
+    import torch
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
     module = types.SimpleNamespace(
         sinks=torch.tensor(sinks), num_key_value_groups=HEADS // 2, training=False
     )
