@@ -55,6 +55,7 @@ def exchanged(a, b):
     b.write_bytes(other)
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_made_again(tmp_path):
     assert hits(tmp_path) == 0
     entries = sorted((tmp_path / "moejax" / "xla").glob("*-cache"))

@@ -166,6 +166,7 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory)
             assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, directory):
     path = directory / "Q4_K_M.gguf"

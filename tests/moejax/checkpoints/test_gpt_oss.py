@@ -65,6 +65,7 @@ def run(path, **options):
         return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
 
 
+@pytest.mark.slow
 def test_tokens_and_logits_are_those_of_transformers(published):
     path, model = published
     stats, found = run(path, expert_budget="50%")

@@ -101,6 +101,7 @@ def choose_by_layer(name):
 MIXED = ["int4-16-bf16+int4-16-bf16+int8-32-bf16", "int8-channel-bf16+int8-channel-bf16+dense"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, OPTIONS["paged"], OPTIONS["host"]], ids=str)
 def test_formats_may_differ_by_layer_and_matrix(options, directory):
     path = directory / "mixed"

@@ -91,6 +91,7 @@ PAGED = {"precision": "dynaexq,paged=true,interval=8 steps", "prefetch": "random
 AWARE = {"cache_aware_routing": 0.05}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [PAGED, pytest.param({"precision": "int8"}, marks=pytest.mark.slow), AWARE],

@@ -443,6 +443,7 @@ def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
     kv_grows(tiers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiers", "memory"),
     [
@@ -456,6 +457,7 @@ def test_over_jax_copies_they_do_too(tiers, memory):
     kv_grows(tiers, memory, ops="xla")
 
 
+@pytest.mark.slow
 def test_over_jax_copies_a_move_that_fails_changes_nothing():
     driver, memory = "flux,dense=25%,packed=25%,planner=none", 120 * RECORD
     with planning(driver, ops="xla", memory=memory) as llm:
