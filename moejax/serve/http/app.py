@@ -95,7 +95,8 @@ def make_app(
             raise Refusal(403, "a page of another site may not watch this server")
         if live.full:
             raise Refusal(503, f"{MOST_VIEWERS} pages are open, the most that are served")
-        return _LiveStream(live.events())
+        events = live.events()
+        return _EventStream(events, events)
 
     async def move_budget(request: Request) -> Response:
         fields = read_json_object(await _read_body(request))
@@ -198,21 +199,6 @@ _OPEN_PATHS = frozenset(("/health", "/", *(f"/{name}" for name in _PAGE_FILES)))
 """Paths that need no key: they tell nothing of the model or of requests."""
 
 
-class _LiveStream(StreamingResponse):
-    """A response of events until the client goes away."""
-
-    def __init__(self, events: AsyncGenerator[str, None]):
-        self._events = events
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            with suppress(ClientDisconnect, UserError, EngineDeadError):
-                await _unless_gone(Request(scope, receive), self.stream_response(send))
-
-
 # ---- requests
 
 
@@ -287,19 +273,21 @@ def _count(output: RequestOutput) -> dict[str, Any]:
 
 
 class _EventStream(StreamingResponse):
-    """A response of events as they come. The request is cancelled when the client goes away."""
+    """A response of events as they come.
 
-    def __init__(
-        self, outputs: AsyncGenerator[RequestOutput, None], events: AsyncGenerator[str, None]
-    ):
-        self._outputs = outputs
+    - `source`: what the events are made of. It is closed when the client goes away, which cancels a
+      request.
+    """
+
+    def __init__(self, source: AsyncGenerator[Any, None], events: AsyncGenerator[str, None]):
+        self._source = source
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Not as starlette does: some releases of uvicorn promise errors of `send`, and raise none.
-        async with aclosing(self._outputs):
+        async with aclosing(self._source):
             with suppress(ClientDisconnect):
                 await _unless_gone(Request(scope, receive), self.stream_response(send))
 

@@ -42,7 +42,8 @@ class LiveView:
         return self._viewers >= MOST_VIEWERS
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yields server-sent events: first what does not change, then a snapshot every TICK_S."""
+        """Yields server-sent events: first what does not change, then a snapshot every TICK_S,
+        until the server or the engine ends."""
         self._viewers += 1
         try:
             tokenizer = self._llm.get_tokenizer()
@@ -52,9 +53,10 @@ class LiveView:
                 "chat": bool(tokenizer and tokenizer.chat_template),
             }
             yield _event("model", about)
-            while not self._ending():
-                yield _event("snapshot", await self._served.between_steps(self._take))
-                await asyncio.sleep(TICK_S)
+            with suppress(UserError, EngineDeadError):
+                while not self._ending():
+                    yield _event("snapshot", await self._served.between_steps(self._take))
+                    await asyncio.sleep(TICK_S)
         finally:
             self._viewers -= 1
             self._served.tell(self._rest)

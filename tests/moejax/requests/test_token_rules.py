@@ -144,7 +144,9 @@ def test_a_request_that_min_tokens_leaves_no_token_fails_alone(llm):
 def test_every_character_can_be_a_choice():
     book = RuleBook(load_tokenizer(model_directory("demo")), 4096, [0])
     choice = ['a"', "\\", "\n", "\x00", "\x1b", "\x7f", "/", "é", "\u2028", "😀"]
-    book.prepare(SamplingParams(structured_outputs={"choice": choice}))
+    params = SamplingParams(structured_outputs={"choice": choice})
+    book.prepare(params)
+    assert book.rules(params) is not None
 
 
 def test_the_sequences_of_a_request_share_what_is_read(monkeypatch):
