@@ -93,9 +93,10 @@ def model_params(config: ModelConfig) -> dict[str, Parts]:
     return params
 
 
-def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+def layer_params(config: ModelConfig, layer: int) -> dict[str, Parts]:
     """The parameters of one layer except its experts; names follow ``model.layers.N.``."""
-    return FAMILIES[config.architecture].layer_params(config, moe)
+    family = FAMILIES[config.architecture]
+    return family.layer_params(config.of_layer(layer), config.moe_layers[layer])
 
 
 def param_shape(parts: Parts) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
             for key, parts in params.items()
         }
 
-    runs = [leaves(layer_params(config, run.moe), run.count) for run in config.runs]
+    runs = [leaves(layer_params(config, run.start), run.count) for run in config.runs]
     return {"runs": runs, **leaves(model_params(config))}
 
 
@@ -160,7 +161,7 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
     for index, run in enumerate(config.runs):
         for layer in range(run.count):
             prefix = f"model.layers.{run.start + layer}."
-            add(layer_params(config, run.moe), prefix, index, layer)
+            add(layer_params(config, run.start), prefix, index, layer)
             if run.moe:
                 places |= _experts(config, found, prefix, moe_layer)
                 moe_layer += 1

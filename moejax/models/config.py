@@ -79,9 +79,16 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     quantization = parse_quantization(raw, fields.dtype(), source)
     _refuse_other_computations(raw, source)
     config = dataclasses.replace(family.parse(fields), quantization=quantization)
-    correction = "correction" in family.layer_params(config, True)
+    moe = config.of_layer(config.moe_layers.index(True))
+    correction = "correction" in family.layer_params(moe, True)
     with user_errors(where=f"{source}: the router's fields do not fit together: "):
         config.route_rule.check(config.num_experts, correction=correction)
+    for run in config.runs:
+        _check_rope(config.of_layer(run.start), source)
+    return config
+
+
+def _check_rope(config: ModelConfig, source: str) -> None:
     rope, pairs = config.rope, config.rotary_dim // 2
     if config.rope_layers is not None and rope.type in ("yarn", "longrope"):
         raise UserError(
@@ -94,7 +101,6 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
                 f"{source}: rope_parameters.{name} must have one number for each of {pairs} pairs "
                 f"of rotated values, not {len(factors)}"
             )
-    return config
 
 
 _OF_WRAPPER = (*KEYS, "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")

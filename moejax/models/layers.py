@@ -363,7 +363,7 @@ class Decoder(nnx.Module):
         runs, moe_layer = [], 0
         for run, of_run in zip(config.runs, params["runs"], strict=True):
             stack = LayerStack(
-                config,
+                config.of_layer(run.start),
                 of_run,
                 first_layer=run.start,
                 first_moe_layer=moe_layer,

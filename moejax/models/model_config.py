@@ -19,8 +19,22 @@ from pallas_kernels.route import RouteRule
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Attention of a layer, where layers of a model differ: the fields of `ModelConfig` that hold
+    for this layer. It is the one place that says what a layer keeps of a sequence."""
+
+    attention: AttentionKind
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope
+    rotary_width: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense."""
+    """Consecutive equal layers: `count` layers from layer `start`, all MoE or all dense, and with
+    one LayerKind."""
 
     moe: bool
     start: int
@@ -103,6 +117,30 @@ class ModelConfig:
     """Whether gate, up and down of routed experts have biases."""
     quantization: Quantization | None = None
     """Of the checkpoint's matrices, as their authors quantized them."""
+    layer_kinds: tuple[LayerKind, ...] | None = None
+    """The kind of each layer; None: all layers have the model's own fields."""
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration as a layer has it."""
+        if self.layer_kinds is None:
+            return self
+        kind = self.layer_kinds[layer]
+        own = {field.name: getattr(kind, field.name) for field in dataclasses.fields(kind)}
+        return dataclasses.replace(self, **own)
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """The configuration of an engine whose sequences have at most `max_model_len` tokens."""
+        kinds = self.layer_kinds and tuple(
+            dataclasses.replace(kind, rope=kind.rope.for_length(max_model_len))
+            for kind in self.layer_kinds
+        )
+        rope = self.rope.for_length(max_model_len)
+        return dataclasses.replace(self, rope=rope, layer_kinds=kinds)
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of the layers, each once."""
+        return tuple(dict.fromkeys(self.of_layer(run.start).attention for run in self.runs))
 
     @property
     def moe_versions(self) -> tuple[str, ...]:
@@ -127,10 +165,11 @@ class ModelConfig:
     @property
     def runs(self) -> tuple[Run, ...]:
         """The layers as runs of equal layers, in order."""
-        kinds = self.moe_layers
+        moe = self.moe_layers
+        kinds = [*zip(moe, self.layer_kinds or (None,) * len(moe), strict=True)]
         starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
         ends = [*starts[1:], len(kinds)]
-        return tuple(Run(kinds[s], s, e - s) for s, e in zip(starts, ends, strict=True))
+        return tuple(Run(moe[s], s, e - s) for s, e in zip(starts, ends, strict=True))
 
     @property
     def route_rule(self) -> RouteRule:
@@ -198,7 +237,7 @@ class ModelConfig:
         )
 
 
-_NEWER = frozenset({"expert_bias", "rope_layers", "swiglu"})
+_NEWER = frozenset({"expert_bias", "layer_kinds", "rope_layers", "swiglu"})
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -88,7 +88,7 @@ def kernel_shape(
 
     - `formats`: the formats of the run's versions; None: dense alone.
     """
-    layers = [layer_params(config, run.moe) for run in config.runs]
+    layers = [layer_params(config, run.start) for run in config.runs]
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.

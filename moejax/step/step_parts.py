@@ -55,8 +55,9 @@ ARENA_OPS = ("paged_attention", "fill", "expert_ffn", "stage", "move")
 
 
 def arena_ops(config: ModelConfig) -> tuple[str, ...]:
-    """Returns ARENA_OPS and the op that writes pages of this model's kind of attention."""
-    return config.attention.ops[0], *ARENA_OPS
+    """Returns ARENA_OPS and the ops that write pages of this model's kinds of attention."""
+    writes = dict.fromkeys(kind.ops[0] for kind in config.attention_kinds)
+    return *writes, *ARENA_OPS
 
 
 Leaf = Any

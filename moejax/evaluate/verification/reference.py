@@ -101,8 +101,8 @@ class Reference:
     def __init__(self, config: ModelConfig, tensors: Tensors):
         unknown = {
             key
-            for moe in set(config.moe_layers)
-            for key in layer_params(config, moe)
+            for run in config.runs
+            for key in layer_params(config, run.start)
             if key.removesuffix("_bias") not in KNOWN
         }
         if unknown:
@@ -134,7 +134,7 @@ class Reference:
             moe, prefix = config.moe_layers[layer], f"model.layers.{layer}."
             params = {
                 key: jnp.asarray(self._tensors.parts(prefix, parts))
-                for key, parts in layer_params(config, moe).items()
+                for key, parts in layer_params(config, layer).items()
             }
             normed = self._norm(x, params, "input_norm")
             attend = (

@@ -110,13 +110,16 @@ def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     XLA's products keep one number of rows (contract 1e), since in another program XLA fuses the
     same product with other neighbours."""
     products = "linear", "expert_ffn", "paged_attention"
-    return ops.are_kernels(*products, *config.attention.products)
+    of_kinds = [op for kind in config.attention_kinds for op in kind.products]
+    return ops.are_kernels(*products, *of_kinds)
 
 
 def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
     """Returns the implementation of each op that this model's steps have."""
-    names = {key for run in config.runs for key in layer_params(config, run.moe)}
-    unused = {op for op in attention.OPS if op not in config.attention.ops}
+    names = {key for run in config.runs for key in layer_params(config, run.start)}
+    unused = {
+        op for op in attention.OPS if not any(op in kind.ops for kind in config.attention_kinds)
+    }
     # By "xla" it is fill and expert_ffn, whatever those are.
     unused |= {op for op in MADE_OF if getattr(ops, op) == "xla"}
     if "input_norm_bias" not in names:

@@ -151,7 +151,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             shared_kib=device.shared_kib,
         )
     seqs, tokens, length = limits_of(settings, model, device)
-    config = dataclasses.replace(config, rope=config.rope.for_length(length))
+    config = config.for_length(length)
     needs = (need for policy in settings.policies for need in policy.needs)
     steps = StepSpec(
         device_kind=device.kind,
