@@ -1,4 +1,5 @@
-"""``moejax plan`` splits device memory between experts and KV."""
+"""``moejax plan`` says how fast a machine would be, and splits device memory between experts and
+KV."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_model_options, engine_options, write_options
+from moejax.commands.plan_machine import OF_A_GPU, predict
 from moejax.errors import UserError
 from moejax.sizes import parse_size
 from moejax.start.fields import Description
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
+  moejax plan Qwen/Qwen3-30B-A3B --gpu rtx4090 --precision int4
+      tokens a second and time to the first token on a machine that is not at hand; only the
+      model's config.json is read
   moejax generate --input prompts.jsonl --output out.jsonl --trace t; moejax calibrate demo
       what a plan is made from: the workload's trace and this machine's costs
   moejax plan --trace t --memory 4MiB --output plan.json
@@ -62,14 +67,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         commands,
         "plan",
         _run,
-        "split a memory between experts and KV by a trace",
+        "predict a machine's speed, or split a memory by a trace",
         _EPILOG,
-        "Say how to split a memory between experts and KV, from a trace of the workload and this\n"
-        "machine's costs.",
+        "Predict how fast a model runs on a machine that is not at hand, or say how to split a\n"
+        "memory between experts and KV, from a trace of the workload and this machine's costs.",
     )
     plan.add_argument(
-        "model", nargs="?", metavar="MODEL", help="with --dry-run: a checkpoint directory, or demo"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="with --gpu or --dry-run: a checkpoint directory, a Hub id, a config.json, or demo",
     )
+    add_described(plan, OF_A_GPU)
     plan.add_argument(
         "--dry-run",
         action="store_true",
@@ -88,6 +97,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.gpu is not None:
+        for name in ("dry_run", *_OF_A_TRACE):
+            if getattr(args, name):
+                raise UserError(f"--{name.replace('_', '-')} does not go with --gpu")
+        return predict(args)
+    for name in OF_A_GPU:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} goes with --gpu")
     if args.dry_run:
         return _dry_run(args)
     _check_of_a_trace(args)

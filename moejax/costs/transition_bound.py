@@ -10,33 +10,20 @@ products share the same cores.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.precision.precision_names import Precision
+from moejax.costs.hardware import hardware_of
 from moejax.costs.rates import Rates
 from moejax.step.step_parts import StepSpec
 
 STEP_SHARE = 0.05
 """Share of a decode step's time for transitions."""
 
-STATED: Mapping[str, Rates] = {
-    "B200": Rates(64e9, 8.0e12),
-    "H200": Rates(64e9, 4.8e12),
-    "H100": Rates(64e9, 3.35e12),
-    "A100": Rates(32e9, 2.0e12),
-    "L40S": Rates(32e9, 0.864e12),
-    "RTX 5090": Rates(64e9, 1.79e12),
-    "RTX 4090": Rates(32e9, 1.01e12),
-    "RTX 3090": Rates(32e9, 0.936e12),
-}
-"""Rates that makers state, by a part of the device's name (`jax.Device.device_kind`). PCIe has 16
-lanes."""
-
 ASSUMED = Rates(16e9, 8.0e12)
-"""Rates for a device that is not in the table: a slow link and a fast memory, so that the bound is
-too small rather than too large."""
+"""Rates for a device that moejax.costs.hardware does not have: a slow link and a fast memory, so
+that the bound is too small rather than too large."""
 
 LINK_REACHED = 0.75
 """Share of a stated link's rate that fills inside a step reach: 48 of 64 GB/s on an H200."""
@@ -64,8 +51,8 @@ def step_bound(
         return precision.step_bytes, "given"
     if platform == "cpu":
         return None, "list"
-    known = [stated for name, stated in STATED.items() if name in device_kind]
-    rates = known[0] if known else ASSUMED
+    known = hardware_of(device_kind)
+    rates = Rates(known.link, known.memory_rate) if known else ASSUMED
     step_s = step_read_bytes / rates.memory
     nbytes = int(STEP_SHARE * step_s * rates.link * LINK_REACHED)
     return max(nbytes, 1), "stated" if known else "assumed"

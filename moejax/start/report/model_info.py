@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from host_offload.memory.budget import ArenaTooSmall, format_bytes, resolve_budget
+from host_offload.memory.budget import ArenaTooSmall, Share, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
 from moejax.checkpoints.load import (
     check_orbax_options,
@@ -207,12 +207,16 @@ def fit(
     dtype: str = "auto",
     batch: int = 1,
     context: int | None = None,
+    version: str | None = None,
+    expert_budget: int | Share | None = None,
 ) -> Fit:
     """Returns what fits into `memory` bytes of a device: the dense part first, then the arena,
     split like an engine's (host_offload.memory.budget).
 
     - `batch`: number of sequences.
     - `context`: tokens of each sequence; None: the model's longest.
+    - `version`: of the experts; None: the checkpoint's own.
+    - `expert_budget`: bytes or a share for experts; None: what KV leaves.
 
     Raises UserError for a batch or context below one, or a context beyond the model's.
     """
@@ -225,7 +229,8 @@ def fit(
         raise UserError(f"context {context} is more than the model's {longest} positions; lower it")
     info = model_info(config, dtype)
     itemsize = expert_layout(config, dtype).itemsize
-    slots = config.slot_layout(itemsize, (*info.own_versions,), info.dtype)
+    versions = (*info.own_versions,) if version is None else (version,)
+    slots = config.slot_layout(itemsize, versions, info.dtype)
     if memory < info.device_bytes:
         alone = format_bytes(info.device_bytes)
         return Fit(memory, problem=f"too small for the dense part alone, {alone}")
@@ -239,6 +244,7 @@ def fit(
             max_model_len=context,
             available_bytes=arena,
             memory=arena,
+            expert_budget=expert_budget,
         )
     except ArenaTooSmall as error:
         fits = error.largest_model_len

@@ -1,0 +1,295 @@
+"""Predicts the speed of a model on a machine that is not at hand, from published figures.
+
+A decode step reads the dense part, the experts that its tokens chose and their KV once, and pays
+for launches. Experts that are not resident cross the link, and beyond host memory they come from
+disk. The simulator says how many, over a recorded trace or over routing that is generated with the
+statistics of Qwen3-30B-A3B. Runs reach unequal parts of stated rates, so each time is a range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import routed_counts
+from host_offload.memory.budget import Share, cells_per_layer
+from host_offload.simulate.bounds import min_transfers, read_references
+from host_offload.simulate.simulator import simulate
+from host_offload.traces.generators import routing_generator
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from moejax.costs.hardware import Hardware
+from moejax.errors import UserError, user_errors
+from moejax.models.config import ModelConfig
+from moejax.start.report.model_info import ModelInfo, fit, model_info
+from moejax.traces.generated_traces import write_generated_trace
+
+
+class Reached(NamedTuple):
+    """The parts of stated rates that runs reach."""
+
+    memory: float
+    link: float
+    matrix: float
+    layer_s: float
+    """Seconds of a layer beside its bytes: launches and the gaps between them."""
+
+
+LOW, LIKELY, HIGH = (
+    Reached(0.6, 0.6, 0.2, 75e-6),
+    Reached(0.8, 0.75, 0.4, 50e-6),
+    Reached(0.95, 0.85, 0.6, 25e-6),
+)
+"""An H200 reached 0.87 of its memory's rate, 0.79 of its link's, and 50 µs
+(docs/research/benchmarks.md). The range around it is a choice."""
+
+STEPS, COLD, PROMPTS = 96, 16, 512
+"""Of generated routing: decode steps, how many of them do not count, and tokens of all prompts,
+which fill the cache."""
+
+CONTEXT, PROMPT = 4096, 512
+"""Tokens of a sequence and of its prompt, unless they are given."""
+
+SAMPLED = 2048
+"""Tokens of a prompt from which the experts that it uses are counted."""
+
+HOST_SHARE = 0.85
+"""Part of host memory that experts may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A device, its host and what is asked of them."""
+
+    hardware: Hardware
+    memory: int
+    """Bytes of the device for the model."""
+    host_memory: int | None = None
+    """Bytes; None: all experts fit. A CPU has `memory` alone."""
+    disk: float = 3.5e9
+    """Bytes a second."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """The predicted speed of `batch` sequences at once. Triples are low, likely and high times."""
+
+    batch: int
+    driver: str
+    resident: float
+    """Part of the experts in device memory."""
+    moved: float
+    """Experts that a decode step brings."""
+    step_s: tuple[float, float, float]
+    first_token_s: tuple[float, float, float]
+    """Seconds until all prompts have their first token, with a warm cache."""
+
+    @property
+    def tokens_per_s(self) -> tuple[float, float, float]:
+        """Low, likely and high rates of generated tokens."""
+        high, likely, low = (self.batch / seconds for seconds in self.step_s)
+        return low, likely, high
+
+
+class _Load(NamedTuple):
+    """What a step does. Bytes, and operations of matrix products."""
+
+    layers: int
+    read: float
+    operations: float
+    moved: float
+    from_disk: float
+    overlap: bool = False
+    """Whether experts come beside computing."""
+
+    def seconds(self, machine: Machine) -> tuple[float, float, float]:
+        rates = machine.hardware
+        found = []
+        for reached in (HIGH, LIKELY, LOW):
+            compute = self.layers * reached.layer_s + max(
+                self.read / (rates.memory_rate * reached.memory),
+                self.operations / (rates.matrix_rate * reached.matrix),
+            )
+            moved = self.from_disk / machine.disk
+            moved += self.moved / (rates.link * reached.link) if rates.link else 0.0
+            found.append(max(compute, moved) if self.overlap else compute + moved)
+        best, likely, worst = found
+        return best, likely, worst
+
+
+@user_errors(TraceError)
+def forecast(
+    config: ModelConfig,
+    machine: Machine,
+    *,
+    batches: Sequence[int] = (1, 8, 32),
+    context: int | None = None,
+    prompt: int | None = None,
+    dtype: str = "auto",
+    version: str | None = None,
+    expert_budget: int | Share | None = None,
+    trace: Trace | None = None,
+) -> list[Forecast]:
+    """Returns forecasts for each batch: of the driver `device` with LRU, of the same with the least
+    misses that any eviction could have (`least`, Belady's MIN, where layers hold the experts of
+    their largest step), and of `stream`, where its window fits.
+
+    - `context`, `prompt`: tokens of a sequence in all and of its prompt; None: CONTEXT and PROMPT,
+      as far as the model goes.
+    - `version`: of the experts; None: the checkpoint's own.
+    - `expert_budget`: bytes or a share for experts; None: what KV leaves.
+    - `trace`: recorded routing, whose batch it is then; None: generated.
+
+    Raises UserError for a memory that is too small, a version that the model cannot have, and a
+    trace of another shape or without decode steps.
+    """
+    info = model_info(config, dtype)
+    context = context or min(CONTEXT, info.max_model_len)
+    prompt = prompt or min(PROMPT, context)
+    if prompt > context:
+        raise UserError(f"a prompt of {prompt} tokens is longer than the context, {context}")
+    version = version or next(iter(info.own_versions))
+    if version not in info.versions:
+        raise UserError(f"experts cannot be {version!r} here; choose {', '.join(info.versions)}")
+    record = info.versions[version]["record_bytes"]
+    if trace is not None:
+        batches = (_batch_of(trace, info),)
+    found: list[Forecast] = []
+    for batch in batches:
+        held = fit(
+            config,
+            machine.memory,
+            dtype=dtype,
+            batch=batch,
+            context=context,
+            version=version,
+            expert_budget=expert_budget,
+        )
+        if held.problem is not None:
+            raise UserError(f"with {batch} sequences the memory is {held.problem}")
+        with tempfile.TemporaryDirectory(prefix="moejax-plan-") as directory:
+            routing = trace or _generated(Path(directory) / "routing", info, batch)
+            asked = _Asked(batch, context, prompt, record, held.resident_experts)
+            found += _forecasts(info, machine, asked, routing)
+    return found
+
+
+class _Asked(NamedTuple):
+    """A batch of sequences, bytes of an expert, and how many experts are resident."""
+
+    batch: int
+    context: int
+    prompt: int
+    record: int
+    resident: int
+
+
+def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -> list[Forecast]:
+    batch, context, prompt, record, resident = asked
+    shape = info.moe_layers, info.experts
+    every = info.moe_layers * info.experts
+    cells = np.array(cells_per_layer(resident, *shape))
+    below = _below(machine, record, every, resident)
+    tiers = np.array(cells_per_layer(min(resident + below, every), *shape))
+    missed, from_disk = (_warm_misses(trace, held) for held in (cells, tiers))
+    steps = [step for step in trace.step_traces() if step.kind != "prefill"]
+    active = np.mean([np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps])
+    references = read_references(trace, "decode")
+    used = info.moe_layers * _used_by_prompt(info, batch * prompt)
+    absent = max(used - resident, 0.0)
+    beyond = 1 - min((resident + below) / every, 1.0)
+
+    dense, kv = _dense_bytes(info), batch * context * info.kv_token_bytes
+    token = 2.0 * info.active_parameters
+    decode = _Load(info.layers, dense + active * record + kv, batch * token, 0.0, 0.0)
+    prefill = _Load(info.layers, dense + used * record, batch * prompt * token, 0.0, 0.0)
+
+    def bring(load: _Load, experts: float, of_disk: float, overlap: bool = False) -> _Load:
+        moved, slow = experts * record, of_disk * record
+        return load._replace(moved=moved, from_disk=slow, overlap=overlap)
+
+    def of(driver: str, share: float, moved: float, step: _Load, first: _Load) -> Forecast:
+        times = step.seconds(machine), first.seconds(machine)
+        return Forecast(batch, driver, share, moved, *times)
+
+    first = bring(prefill, absent, min(absent, beyond * used))
+    if resident >= every:
+        return [of("device", 1.0, 0.0, decode, prefill)]
+    found = [of("device", resident / every, missed, bring(decode, missed, from_disk), first)]
+    if (references.largest <= cells).all():  # no bound is claimed below
+        least = min(missed, min_transfers(references, cells).sum() / len(steps))
+        step = bring(decode, least, min(least, from_disk))
+        found.append(of("least", resident / every, least, step, first))
+    ring = 2 * info.experts
+    if resident >= ring:
+        kept = (resident - ring) * info.moe_layers // max(info.moe_layers - 2, 1)
+        moved = every - min(kept, every)
+        loads = (bring(load, moved, beyond * every, True) for load in (decode, prefill))
+        found.append(of("stream", kept / every, moved, *loads))
+    return found
+
+
+def _generated(path: Path, info: ModelInfo, batch: int) -> Trace:
+    prompt = -(-PROMPTS // batch)
+    write_generated_trace(
+        path,
+        "qwen3-like",
+        layers=info.moe_layers,
+        experts=info.experts,
+        top_k=info.experts_per_token,
+        sequences=batch,
+        tokens=prompt + STEPS,
+        prompt_tokens=prompt,
+    )
+    return read_trace(path)
+
+
+def _batch_of(trace: Trace, info: ModelInfo) -> int:
+    """Returns the sequences of a trace's mean decode step."""
+    header = trace.header
+    of_trace = header.layers, header.experts, header.top_k
+    of_model = info.moe_layers, info.experts, info.experts_per_token
+    if of_trace != of_model:
+        raise UserError(
+            "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
+            + "the model has {}, {} and top-{}".format(*of_model)
+        )
+    rows = [len(step.ids) for step in trace.step_traces() if step.kind != "prefill"]
+    if not rows:
+        raise UserError(f"the trace {trace.directory} has no decode steps")
+    return max(1, round(float(np.mean(rows))))
+
+
+def _warm_misses(trace: Trace, cells: np.ndarray) -> float:
+    """Returns the experts that a decode step brings under LRU once the cache is full."""
+    run = simulate(trace, cells=cells.tolist(), eviction="lru")
+    decode = np.flatnonzero(run.kind != 0)
+    warm = decode[min(COLD, len(decode) // 3) :]
+    return float(run.transfers[warm].sum(axis=1).mean())
+
+
+def _below(machine: Machine, record: int, every: int, resident: int) -> int:
+    """Returns the experts that host memory holds beside those of the device."""
+    if not machine.hardware.link:
+        return 0
+    if machine.host_memory is None:
+        return every - resident
+    return int(machine.host_memory * HOST_SHARE // record)
+
+
+def _used_by_prompt(info: ModelInfo, tokens: int) -> float:
+    """Returns the experts of a layer that so many tokens of prompts use."""
+    generator = routing_generator("qwen3-like", 1, info.experts, info.experts_per_token)
+    steps = generator.steps(1, min(tokens, SAMPLED))
+    return float(len(np.unique(np.concatenate([step.ids.ravel() for step in steps]))))
+
+
+def _dense_bytes(info: ModelInfo) -> int:
+    """Returns the bytes of the dense part that a step reads: of the embedding table, the rows of
+    its tokens, unless it is the output head too."""
+    embedding = info.bytes["embedding"] if "output head" in info.bytes else 0
+    return info.device_bytes - embedding

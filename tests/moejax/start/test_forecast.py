@@ -1,0 +1,113 @@
+"""Predictions for machines that are not at hand."""
+
+import json
+
+import pytest
+
+from host_offload.memory.budget import Share
+from moejax.commands.main import main
+from moejax.costs.hardware import HARDWARE, find_hardware, hardware_of
+from moejax.models.config import parse_config
+from moejax.start.report.forecast import Machine, forecast
+from moejax.traces.generated_traces import write_generated_trace
+from tests.moejax.models.test_published_configs import FILES
+
+H200 = Machine(HARDWARE["H200"], 141 << 30)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return parse_config(FILES["Qwen3-30B-A3B"], "config.json")
+
+
+@pytest.mark.parametrize(
+    ("batch", "budget", "measured_ms"),
+    [(1, None, 3.93), (8, None, 8.01), (1, Share(0.0), 75.1), (8, Share(0.0), 388)],
+)
+def test_a_measured_gpu_is_predicted(qwen3, batch, budget, measured_ms):
+    """docs/research/benchmarks.md, "On an NVIDIA H200"."""
+    asked = {"batches": [batch], "context": 1024, "prompt": 64, "expert_budget": budget}
+    one = forecast(qwen3, H200, **asked)[0]
+    best, likely, worst = (1e3 * seconds for seconds in one.step_s)
+    assert best < measured_ms < worst
+    assert likely == pytest.approx(measured_ms, rel=0.1)
+    assert one.tokens_per_s[1] == pytest.approx(batch * 1e3 / likely)
+
+
+def test_less_memory_and_slower_tiers_cost_time(qwen3):
+    def step_s(gib=12, **machine):
+        found = forecast(
+            qwen3, Machine(HARDWARE["RTX 4090"], gib << 30, **machine), batches=[1], prompt=64
+        )
+        return {one.driver: one.step_s[1] for one in found}
+
+    found, tight = step_s(24), step_s()
+    assert found["least"] < found["device"] < min(found["stream"], tight["device"])
+    assert tight["device"] < step_s(host_memory=16 << 30)["device"]
+    ddr4 = forecast(qwen3, Machine(HARDWARE["CPU DDR4"], 24 << 30), batches=[1], prompt=64)
+    faster = Machine(HARDWARE["CPU DDR4"], 24 << 30, disk=7e9)
+    assert ddr4[0].step_s > forecast(qwen3, faster, batches=[1], prompt=64)[0].step_s
+
+
+def test_recorded_routing_counts(tmp_path, capsys):
+    write_generated_trace(tmp_path / "t", "uniform", sequences=2, tokens=24, prompt_tokens=8)
+    (tmp_path / "config.json").write_text(json.dumps(FILES["Qwen3-30B-A3B"]))
+    config = str(tmp_path / "config.json")
+    asked = ["plan", config, "--gpu", "GeForce RTX 3090", "--prompt-tokens", "64", "--json"]
+    assert main([*asked, "--trace", str(tmp_path / "t")]) == 0
+    (uniform, *_) = json.loads(capsys.readouterr().out)
+    assert main([*asked, "--batch", "2"]) == 0
+    (skewed, *_) = json.loads(capsys.readouterr().out)
+    assert uniform["batch"] == skewed["batch"] == 2
+    assert uniform["moved"] > 1.2 * skewed["moved"]
+    assert main(["plan", "demo", "--gpu", "a100", "--trace", str(tmp_path / "t")]) == 2
+    assert "the trace is of 48 MoE layers" in capsys.readouterr().err
+
+
+def test_the_table_says_what_it_knows(capsys):
+    assert main(["plan", "demo", "--gpu", "rtx4090", "--batch", "1", "--context", "128"]) == 0
+    shown = capsys.readouterr().out
+    assert "demo on RTX 4090: 24 GiB at 1,010 GB/s, link 32 GB/s, as stated" in shown
+    assert [line.split()[:4] for line in shown.splitlines() if " device " in line] == [
+        ["1", "device", "100%", "0"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu", "rtx409"], "Did you mean 'RTX 4090'?"),
+        (["--gpu", "cpu-ddr5"], "needs --memory"),
+        (["--gpu", "h100", "--batch", "1,x"], "whole numbers from 1 on"),
+        (["--gpu", "h100", "--memory", "1MiB"], "too small for the dense part"),
+        (
+            ["--gpu", "h100", "--context", "64", "--prompt-tokens", "65"],
+            "longer than the context, 64",
+        ),
+        (["--gpu", "h100", "--precision", "int3"], "int3"),
+        (["--gpu", "h100", "--eviction", "lru"], "--eviction does not go with --gpu"),
+        (["--gpu", "h100", "--dry-run"], "--dry-run does not go with --gpu"),
+        (["--gpu", "h100", "--trace", "t", "--batch", "1"], "leave --batch or --trace out"),
+        (["--disk", "1GB/s"], "--disk goes with --gpu"),
+    ],
+)
+def test_wrong_questions_are_refused(options, said, capsys):
+    assert main(["plan", "demo", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA GeForce RTX 4070 Ti", None),
+        ("TFRT_CPU_0", None),
+    ],
+)
+def test_devices_are_found_by_their_names(kind, name):
+    assert hardware_of(kind) is (None if name is None else HARDWARE[name])
+    if name is not None and "RTX" in name:
+        assert find_hardware(kind) == (name, HARDWARE[name])
