@@ -92,6 +92,8 @@ def _run(args: argparse.Namespace) -> int:
     if weights is not None and weights.left_out:
         parts = ", ".join(f"{count} of {name}" for name, count in weights.left_out.items())
         print(f"tensors that the text model does not use: {parts}")
+    if config.length_limit:
+        print(f"sequences have at most {info.max_model_len} tokens: {config.length_limit}")
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
     own, longest = info.own_versions, info.max_model_len
     one = {version: info.versions[version]["record_bytes"] for version in own}

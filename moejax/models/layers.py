@@ -78,7 +78,7 @@ class LayerStack(nnx.Module):
         self.config, self.ops = config, ops
         self.first_layer, self.first_moe_layer = first_layer, first_moe_layer
         self.is_moe = "router" in params
-        self.size = params["input_norm"].shape[0]
+        self.size = params["o"].shape[0]
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
         frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
         if config.rotary_width is not None:  # values that are not rotated have angle 0
@@ -112,7 +112,13 @@ class LayerStack(nnx.Module):
         x that attend returns save its programs from reading the rows."""
         within = normalises_within(rows, linear_options(self.ops))
         made = self.config.residual_multiplier == 1 and self.ops.ends_layers
-        return self.is_moe and within and made and "post_norm_bias" not in self.weights
+        plain = "post_norm" in self.weights and "post_norm_bias" not in self.weights
+        return self.is_moe and within and made and plain and not self.norms_outputs
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether what the experts add is normalised first: `finish` then follows them."""
+        return "mlp_out_norm" in self.weights
 
     def takes_squares(self, rows: int) -> bool:
         """The same as gives_squares for attention's first product, for which attend takes squares
@@ -128,8 +134,10 @@ class LayerStack(nnx.Module):
         operands = self._product_operands(name, i, tokens)
         return linear(x, *operands, out_dtype=out_dtype, residual=residual)
 
-    def _plus(self, x, y, name, i, tokens):
-        """x plus the product of y: one op if the model has no factor between them."""
+    def _plus(self, x, y, name, i, tokens, out_norm=None):
+        """x plus the product of y: one op if the model has nothing between them."""
+        if out_norm is not None and out_norm in self.weights:
+            return x + self._scale_added(self.norm(self.linear(y, name, i, tokens), out_norm, i))
         if self.config.residual_multiplier == 1:
             return self.linear(y, name, i, tokens, residual=x)
         return x + self._scale_added(self.linear(y, name, i, tokens))
@@ -139,15 +147,22 @@ class LayerStack(nnx.Module):
         return linear_with_squares(y, *self._product_operands(name, i, tokens), residual=x)
 
     def norm(self, x, name, i, eps=None):
+        """Normalised x; x itself in a model without that norm."""
+        if name not in self.weights:
+            return x
         eps = self.config.rms_norm_eps if eps is None else eps
         return norm(x, self.weight(name), self.optional_weight(f"{name}_bias"), i, eps, self.ops)
 
     def norm_linear(self, x, norm_name, name, i, tokens, squares=None):
         """The product of normalised x, if nothing else reads the normalised values."""
-        if f"{norm_name}_bias" in self.weights:  # a LayerNorm
+        if not self._has_rms_norm(norm_name):
             return self.linear(self.norm(x, norm_name, i), name, i, tokens)
         norm = Norm(self.weight(norm_name), self.config.rms_norm_eps, squares)
         return norm_linear(x, norm, *self._product_operands(name, i, tokens))
+
+    def _has_rms_norm(self, name: str) -> bool:
+        """Whether products can compute the norm: there is one, and it is no LayerNorm."""
+        return name in self.weights and f"{name}_bias" not in self.weights
 
     def _scale_added(self, y):
         """Scales what a layer adds to its input. For routed experts the weights have the factor."""
@@ -178,7 +193,8 @@ class LayerStack(nnx.Module):
             if with_squares:
                 x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
             else:
-                x, squares = self._plus(x, attended, "o", i, tokens), None
+                x = self._plus(x, attended, "o", i, tokens, "attention_out_norm")
+                squares = None
             # Values between a layer's parts are always rounded here (contract 1e).
             x, squares = lax.optimization_barrier((x, squares))
             return x, arena, squares, counters
@@ -197,8 +213,8 @@ class LayerStack(nnx.Module):
           model's correction; None: nothing.
         - `squares`: of x, as attend returns them, here and below.
 
-        Returns (x plus its shared expert if there is one, normalised x, ids [T, K] ascending,
-        weights [T, K]).
+        Returns (what the experts add to: x plus its shared expert if there is one, without x if the
+        layer `norms_outputs`; normalised x; ids [T, K] ascending; weights [T, K]).
         """
         with jax.named_scope("route"):
             x, normed, logits = self._score(i, x, tokens, squares)
@@ -254,9 +270,8 @@ class LayerStack(nnx.Module):
             operands = RouteOperands(tokens.valid, self._correction(), i)
             kept = operands, records, self.first_moe_layer + i, counters
             rule, name = self.config.route_rule, self.ops.route
-            layer_norm = "post_norm_bias" in self.weights
-            biased = "router_bias" in self.weights
-            if layer_norm or biased or not self.ops.fuses_norm_route:
+            plain = self._has_rms_norm("post_norm") and "router_bias" not in self.weights
+            if not plain or self.norms_outputs or not self.ops.fuses_norm_route:
                 scored = self._score(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
@@ -268,17 +283,30 @@ class LayerStack(nnx.Module):
             return lax.optimization_barrier((x, normed, *routed))
 
     def _score(self, i, x, tokens, squares):
-        """(x plus its shared expert if there is one, normalised x, router logits in parts)."""
-        if "post_norm_bias" in self.weights:  # a LayerNorm
+        """(what the experts add to: x plus its shared expert if there is one, normalised x, router
+        logits in parts)."""
+        if not self._has_rms_norm("post_norm"):
             normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
         else:
             router = self.weight("router"), i, linear_options(self.ops, tokens)
             normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
             logits = self._plus_router_bias(i, logits)
+        if self.norms_outputs:  # finish adds x
+            x = jnp.zeros_like(x)
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
+
+    def finish(self, i: jax.Array, x: jax.Array, out: jax.Array) -> jax.Array:
+        """The layer's result, if it `norms_outputs`.
+
+        - `x`: [T, D] before the experts.
+        - `out`: [T, D], the sum of the routed experts and the shared one.
+        """
+        with jax.named_scope("finish"):
+            added = self._scale_added(self.norm(out, "mlp_out_norm", i))
+            return lax.optimization_barrier(x + added)
 
     def _post_norm(self, squares):
         return Norm(self.weight("post_norm"), self.config.rms_norm_eps, squares)
@@ -318,7 +346,8 @@ class LayerStack(nnx.Module):
         with jax.named_scope("feed_forward"):
             normed = self.norm(x, "post_norm", i)
             hidden = self._gate(normed, "", i, tokens)
-            return lax.optimization_barrier(self._plus(x, hidden, "down", i, tokens))
+            out = self._plus(x, hidden, "down", i, tokens, "mlp_out_norm")
+            return lax.optimization_barrier(out)
 
     def _gate(self, normed, key, i, tokens):
         """The activated gate times up, before the product with `down`."""

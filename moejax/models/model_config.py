@@ -62,6 +62,8 @@ class ModelConfig:
       adds to its input.
     - `logits_scaling`: divides logits.
     - `shared_width`: intermediate size of the expert that every token uses; 0: there is none.
+    - `max_position_embeddings`: tokens of the longest sequence.
+    - `length_limit`: why that is less than config.json says; None: it is not.
     - `dtype`: the checkpoint's, one of DTYPES; None: the config does not say, and `load_checkpoint`
       takes it from the weights.
     - `eos_token_ids`: empty if there is none.
@@ -115,6 +117,7 @@ class ModelConfig:
     """The gating of routed experts; None: hidden_act of the gate."""
     expert_bias: bool = False
     """Whether gate, up and down of routed experts have biases."""
+    length_limit: str | None = None
     quantization: Quantization | None = None
     """Of the checkpoint's matrices, as their authors quantized them."""
     layer_kinds: tuple[LayerKind, ...] | None = None
@@ -237,7 +240,7 @@ class ModelConfig:
         )
 
 
-_NEWER = frozenset({"expert_bias", "layer_kinds", "rope_layers", "swiglu"})
+_NEWER = frozenset({"expert_bias", "layer_kinds", "length_limit", "rope_layers", "swiglu"})
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -119,7 +119,8 @@ def kernel_shape(
         vocabulary=config.vocab_size,
         squares=config.attention.takes_squares
         and config.residual_multiplier == 1
-        and "post_norm_bias" not in names,
+        and "post_norm" in names
+        and not {"post_norm_bias", "mlp_out_norm"} & names,
     )
     if formats is None:
         return shape

@@ -114,7 +114,8 @@ def device_step(
         carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # Stage lists and searches read the index after the layer's last kernel, which increments it.
-    counts = few and context.ops.ends_layers and not (stages or look or context.arrays)
+    ends = context.ops.ends_layers and not any(stack.norms_outputs for stack in model.runs)
+    counts = few and ends and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
         carry = _share_outputs(carry, k, context, counts)
@@ -130,7 +131,10 @@ def device_step(
         carry = _attend(stack, i, carry._replace(memory=memory), tokens, context)
         if not stack.is_moe:
             return carry._replace(x=stack.feed_forward(i, carry.x, tokens)), None
+        before = carry.x
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
+        if stack.norms_outputs:
+            carry = carry._replace(x=stack.finish(i, before, carry.x))
         x, memory = carry.x, carry.memory
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)

@@ -136,7 +136,7 @@ class Executor:
                 steps, params, buffers, compiler, slots
             )
         else:
-            runs = [(stack.size, stack.is_moe) for stack in model.runs]
+            runs = [(run.size, run.is_moe, run.norms_outputs) for run in model.runs]
             self.walk = LayerWalk(
                 steps, runs, params, buffers, compiler, transport, copied, self.processor
             )

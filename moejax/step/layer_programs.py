@@ -53,9 +53,10 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
 
     Parts are embed, embedding (the trace array), experts, output (traced: of steps with trace
     arrays), and for each run of equal layers attend, route (forced: with a routing as the last
-    argument), observe (the layer's arrays) and feed_forward. The layer is an argument: its index in
-    the run, or for experts its index among all MoE layers. If experts are separate arrays,
-    CopyTransport has parts of its own in place of experts. Raises KeyError for another part.
+    argument), observe (the layer's arrays), finish (LayerStack.finish) and feed_forward. The layer
+    is an argument: its index in the run, or for experts its index among all MoE layers. If experts
+    are separate arrays, CopyTransport has parts of its own in place of experts. Raises KeyError for
+    another part.
     """
     return _StepPart(programs, key).program(key.part or "")
 
@@ -91,6 +92,8 @@ class _StepPart:
         method, donated, summed = _PARTS[name]
         if not self.programs.steps.ops.ends_layers:
             donated |= summed
+        if name == "route" and self._stack(self.programs.params).norms_outputs:
+            donated -= {"x"}  # finish reads it
         _, *parameters = inspect.signature(method).parameters  # the first one is self
         shapes = self.shapes()
         args = [shapes[parameter] for parameter in parameters]
@@ -123,7 +126,7 @@ class _StepPart:
             "arena": programs.arena,
             "tables": programs.tables,
             "x": x,
-            "normed": x,
+            **dict.fromkeys(("normed", "out"), x),
             "ids": routing.ids,
             "weights": routing.weights,
             **dict.fromkeys(("i", "layer", "wave", "expert", "count"), index),
@@ -184,6 +187,10 @@ class _StepPart:
     @_part(donated="x")
     def feed_forward(self, params, x, batch, i):
         return self._stack(params).feed_forward(i, x, self._tokens(batch)[1])
+
+    @_part(donated="x out")
+    def finish(self, params, x, out, i):
+        return self._stack(params).finish(i, x, out)
 
     @_part(donated="arena tables", summed="x")
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):

@@ -42,7 +42,8 @@ class LayerWalk:
     Without hooks the host reads nothing back, so it runs ahead of the device as with one executable
     a step.
 
-    - `runs`: (how many layers, whether they have experts) of each run of equal layers.
+    - `runs`: (how many layers, whether they have experts, whether they normalise what experts add)
+      of each run of equal layers.
     - `params`: the model's arrays.
     - `stream`: brings all experts of a layer before it; None: the transport brings missing ones.
     - `processor`: computes some experts beside the device; None without one.
@@ -51,7 +52,7 @@ class LayerWalk:
     def __init__(
         self,
         steps: StepSpec,
-        runs: Sequence[tuple[int, bool]],
+        runs: Sequence[tuple[int, bool, bool]],
         params: tuple,
         buffers: Buffers,
         compiler: Compiler,
@@ -69,7 +70,7 @@ class LayerWalk:
         moe_layers = itertools.count()
         self._layers = [
             _Layer(run, buffers.numbers[i], next(moe_layers) if is_moe else -1)
-            for run, (size, is_moe) in enumerate(runs)
+            for run, (size, is_moe, _) in enumerate(runs)
             for i in range(size)
         ]
         self._none_done = jax.device_put(np.zeros(STAGES, np.int32), buffers.sharding)
@@ -85,8 +86,10 @@ class LayerWalk:
     ) -> list[ProgramKey]:
         parts: list[tuple[str, int | None]] = [("embed", None), ("output", None)]
         parts += self._experts.parts
-        for run, (_, is_moe) in enumerate(self._runs):
+        for run, (_, is_moe, finishes) in enumerate(self._runs):
             parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
+            if is_moe and finishes:
+                parts.append(("finish", run))
             if is_moe and not self._steps.trace_arrays <= {"embedding"}:
                 parts.append(("observe", run))
         if "embedding" in self._steps.trace_arrays:
@@ -141,6 +144,7 @@ class LayerWalk:
                 continue
             if hooks is not None:
                 self._carry_out(hooks(Moment.LAYER_BEGIN, layer, None), layer)
+            before = x
             residents = (buffers.tables.address,) if self._steps.favours_residents else ()
             x, normed, ids, weights = parts["route", run](
                 *(params, x, batch, index), *residents, *extra
@@ -153,6 +157,8 @@ class LayerWalk:
                 self._stream.materialize(layer, ids)
             inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
             x, counts = self._experts.compute(parts, inputs)
+            if ("finish", run) in parts:
+                x = parts["finish", run](params, before, x, index)
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due and stages is not None and staged is not None:
                 staged = transport.stage(layer, stages, staged, ahead=False)

@@ -36,6 +36,8 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
+_INDEXER = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": 16}
+
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**_NARROW, "head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
     "Mixtral": {"intermediate_size": 32, "num_local_experts": 6},
@@ -93,6 +95,18 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Mistral4": {**_LATENT, "n_group": 4, "topk_group": 2},
     "Mistral3": {**_LATENT, "model_type": "mistral4"},
     "Kimi_K25": {**_LATENT, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
+    "DeepseekV32": {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2},
+    "GlmMoeDsa": {**_LATENT, **_INDEXER},
+    "Afmoe": {**_NARROW, "head_dim": 16, "num_experts": 6, "sliding_window": 20},
+    "FlexOlmo": {"intermediate_size": 32, "num_experts": 6, "pad_token_id": None},
+    "AXK1": {**_LATENT, "n_group": 4, "topk_group": 2},
+    "Flint": {
+        **_NARROW,
+        "head_dim": 16,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 48,
+        "sliding_window": 20,
+    },
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moejax.models.attention.kind import AttentionLayer, AttentionNumbers, attention_options
@@ -73,6 +74,18 @@ class GroupedQueryAttention:
         q, arena = kv_write(heads, arena, places, write)
         given = {"layer": places.layer, "options": read, "per_layer": per_layer}
         return tokens.attention(q, arena, **given), arena, counters
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedAttention(GroupedQueryAttention):
+    """Grouped-query attention whose heads' outputs are multiplied by the sigmoid of a product of
+    the normalised input, `attention_gate`."""
+
+    def attend(self, stack, i, x, arena, tokens, page, squares, counters):
+        given = arena, tokens, page, squares, counters
+        attended, arena, counters = super().attend(stack, i, x, *given)
+        gate = stack.norm_linear(x, "input_norm", "attention_gate", i, tokens, squares)
+        return attended * jax.nn.sigmoid(gate), arena, counters
 
 
 GROUPED_QUERY = GroupedQueryAttention()

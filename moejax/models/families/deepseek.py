@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3, Kimi-K2 and Moonlight: multi-head latent attention (DeepSeek-V2,
+"""DeepSeek-V2, V3 and V3.2, Kimi-K2, Moonlight and GLM-5: multi-head latent attention (DeepSeek-V2,
 arXiv:2405.04434, section 2.1), shared experts beside the routed ones, dense first layers.
 
 V2 routes by softmax, greedily or within the best groups (its section 2.2.2); V3 (arXiv:2412.19437,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from moejax.errors import shown
 from moejax.models.attention.latent import LatentAttention
 from moejax.models.family import (
     Family,
@@ -250,4 +251,74 @@ SARVAM_MLA = dataclasses.replace(
     parse=parse_sarvam_mla,
     aliases=("DeepseekV3ForCausalLM",),
     other_types=(),
+)
+
+
+def parse_sparse(
+    fields: Fields, architecture: str, defaults: dict[str, Any], eps: float
+) -> ModelConfig:
+    """The fields of DeepseekV32Config and GlmMoeDsaConfig: DeepseekV3Config's, and an indexer that
+    chooses index_topk tokens to attend to. Up to as many tokens it chooses all, so that the
+    attention is DeepSeek-V3's.
+
+    - `defaults`, `eps`: where they are not DeepseekV3Config's.
+    """
+    types = fields.raw.get("layer_types")
+    raw = {key: v for key, v in fields.raw.items() if key not in ("layer_types", "head_dim")}
+    if (experts := fields.alias("n_routed_experts", "num_experts")) is not None:
+        raw["n_routed_experts"] = experts
+    fields = Fields(defaults | {"rms_norm_eps": eps} | raw, fields.source)
+    config = parse_v3(fields)
+    layers = config.num_hidden_layers
+    if types is not None and types != ["indexed_attention"] * layers:
+        raise fields.refuse(
+            f"layer_types must be 'indexed_attention' for each of {layers} layers, not "
+            f"{shown(types)}"
+        )
+    if fields.has("rope_interleave"):
+        fields.only("rope_interleave", True)
+    fields.integer("q_lora_rank", 1536)
+    chosen = fields.integer("index_topk", 2048)
+    longest = min(config.max_position_embeddings, chosen)
+    why = f"attention beyond index_topk, {chosen} tokens, needs the indexer, which is left out"
+    return dataclasses.replace(
+        config,
+        architecture=architecture,
+        moe_layers=fields.sparse_layers(layers, 3),
+        max_position_embeddings=longest,
+        length_limit=why if longest < config.max_position_embeddings else None,
+    )
+
+
+def _parse_v32(fields: Fields) -> ModelConfig:
+    defaults = dict(max_position_embeddings=163840)
+    return parse_sparse(fields, V32.architecture, defaults, 1e-6)
+
+
+def _parse_glm_dsa(fields: Fields) -> ModelConfig:
+    defaults = dict(vocab_size=154880, hidden_size=6144, intermediate_size=12288)
+    defaults |= dict(num_hidden_layers=78, num_attention_heads=64, q_lora_rank=2048)
+    defaults |= dict(v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1)
+    return parse_sparse(
+        fields, GLM_DSA.architecture, defaults | dict(max_position_embeddings=202752), 1e-5
+    )
+
+
+def _of_indexer(config: ModelConfig, name: str) -> bool:
+    return ".self_attn.indexer." in name or later_layer(config, name)
+
+
+V32 = dataclasses.replace(
+    V3,
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    parse=_parse_v32,
+    ignores=_of_indexer,
+    other_types=(),
+)
+GLM_DSA = dataclasses.replace(
+    V32,
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    parse=_parse_glm_dsa,
 )

@@ -203,9 +203,15 @@ def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tup
     options, longest = settings.options, model.config.max_position_embeddings
     seqs, tokens = _LIMITS.get(device.platform, _LIMITS["gpu"])
     if options.model.max_model_len is not None and options.model.max_model_len > longest:
+        why = model.config.length_limit
         raise UserError(
             f"max_model_len {options.model.max_model_len} is more than the model's "
-            f"max_position_embeddings, {longest}; lower it"
+            + (
+                f"longest sequence, {longest}: {why}"
+                if why
+                else f"max_position_embeddings, {longest}"
+            )
+            + "; lower it"
         )
     return (
         options.runtime.max_num_seqs or seqs,
@@ -351,6 +357,10 @@ def decide(
     if isinstance(mixed, ResidentSpec):
         mixed = with_step_bound(mixed, precision, steps, device.platform, model.read_bytes)
     notes = [*budget.notes, *_result_notes(steps)]
+    if reason := steps.config.length_limit:
+        notes.append(
+            f"sequences have at most {steps.config.max_position_embeddings} tokens: {reason}"
+        )
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)

@@ -121,6 +121,20 @@ SMALL: dict[str, dict[str, Any]] = {
     "SarvamMLAForCausalLM": dict(LATENT),
     "Glm4vMoeForConditionalGeneration": dict(n_routed_experts=8, first_k_dense_replace=1),
     "Mistral4ForCausalLM": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
+    "DeepseekV32ForCausalLM": dict(LATENT, q_lora_rank=24, index_topk=320),
+    "GlmMoeDsaForCausalLM": dict(LATENT, q_lora_rank=24, index_topk=320),
+    "AfmoeForCausalLM": dict(
+        num_experts=8, head_dim=16, sliding_window=70, global_attn_every_n_layers=2
+    ),
+    "AXK1ForCausalLM": dict(LATENT, q_lora_rank=24),
+    "FlintForCausalLM": dict(
+        num_experts=8,
+        head_dim=16,
+        sliding_window=70,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[0],
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "Mistral3ForConditionalGeneration": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""

@@ -5,11 +5,14 @@ import types
 
 import pytest
 
+from moejax import LLM
+from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.attention.grouped_query import reorders_heads
 from moejax.models.config import load_config, parse_config
 from moejax.models.family import later_layer
 from moejax.models.model_config import ModelConfig, Run
+from tests.moejax.models.families import write_checkpoint
 
 BASE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
@@ -345,3 +348,12 @@ def test_tensors_of_layers_after_the_last_one(number, later):
 def test_malformed_rope_tables_are_refused_by_name(family, fields, message):
     with pytest.raises(UserError, match=message):
         parse_config({"architectures": [f"{family}ForCausalLM"], **fields})
+
+
+def test_a_model_whose_indexer_is_left_out_runs_up_to_index_topk_tokens(tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "model", "GlmMoeDsaForCausalLM", index_topk=64)
+    why = "attention beyond index_topk, 64 tokens, needs the indexer, which is left out"
+    with pytest.raises(UserError, match=f"max_model_len 65 .* longest sequence, 64: {why}; lower"):
+        LLM(path, max_model_len=65, progress=False)
+    assert main(["info", str(path)]) == 0
+    assert f"sequences have at most 64 tokens: {why}" in capsys.readouterr().out

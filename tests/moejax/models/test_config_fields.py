@@ -29,15 +29,19 @@ SHARED, HY3, EXAONE, HUNYUAN = "granitemoeshared", "hy_v3", "exaone_moe", "hunyu
 SARVAM, BAILING, QWEN_VL, KIMI = "sarvam_moe", "bailing_moe_v2", "qwen3_vl_moe", "kimi_k25"
 GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
-CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V)
+AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
+INDEXED = "deepseek_v32", "glm_moe_dsa"
+OF_V3 = (*INDEXED, AXK1)
+CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V, *OF_V3)
 MISTRALS = MISTRAL4, MISTRAL3
 GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
+    *(AFMOE, FLEX, FLINT),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS)
+MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
 GRANITES = GRANITE, SHARED
 
 BASE: dict[str, dict[str, Any]] = {
@@ -69,6 +73,9 @@ BASE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     KIMI: {"norm_topk_prob": False},
+    AXK1: {"norm_topk_prob": False},
+    FLINT: {"norm_topk_prob": False},
+    **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
     GPT: {"num_hidden_layers": 24},
     SARVAM_MLA: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in MISTRALS},
@@ -85,6 +92,11 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     KIMI: 61,
     GPT: 24,
     GLM_V: 46,
+    DOTS: 24,
+    FLINT: 49,
+    AXK1: 61,
+    "deepseek_v32": 61,
+    "glm_moe_dsa": 78,
     **dict.fromkeys(MISTRALS, 36),
 }
 """Default number of layers; 32 elsewhere."""
@@ -123,6 +135,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
+            *(*INDEXED, AFMOE, FLEX, FLINT),
         ),
         32,
     ),
@@ -134,7 +147,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
             *(SARVAM_MLA, GLM_V, *MISTRALS),
-            *(HY3, QWEN_VL, GPT),
+            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX),
         ),
         32,
     ),
@@ -149,49 +162,63 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             EXAONE,
             BAILING,
             QWEN_VL,
+            AFMOE,
+            FLINT,
             *CORRECTED,
             *MISTRALS,
         ),
         96,
     ),
     "norm_topk_prob": (
-        ("qwen3_moe", "olmoe", "qwen2_moe", EXAONE, BAILING, *CORRECTED, *MISTRALS),
+        ("qwen3_moe", "olmoe", "qwen2_moe", EXAONE, BAILING, FLEX, FLINT, *CORRECTED, *MISTRALS),
         True,
     ),
     "attention_bias": (
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
-            *(*CORRECTED, *MISTRALS, GPT),
+            *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT),
         ),
         "other",
     ),
-    "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL), 2),
-    "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL), [3]),
-    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT), 33),
+    "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT), 2),
+    "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT), [3]),
+    "sliding_window": (
+        ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT, AFMOE, FLINT),
+        33,
+    ),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
     "max_window_layers": (("qwen2_moe", DOTS), 5),
     "swiglu_alpha": ((GPT,), 1.5),
     "swiglu_limit": ((GPT,), 5.0),
     "layer_types": (
-        ("qwen2_moe", DOTS, EXAONE, GPT),
+        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "sliding_window_pattern": ((EXAONE,), "LG"),
-    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA), 3),
+    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE), 3),
     "shared_intermediate_size": ((SHARED,), 48),
     "router_scaling_factor": ((HY3,), 2.0),
     "moe_topk": ((HUNYUAN,), 3),
     "use_qkv_bias": ((SARVAM, BAILING), True),
     "qkv_bias": (("qwen2_moe",), False),
-    "shared_expert_intermediate_size": (("qwen2_moe",), 48),
+    "shared_expert_intermediate_size": (("qwen2_moe", FLINT), 48),
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
     "first_k_dense_replace": (
-        (GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI, SARVAM_MLA, GLM_V, *MISTRALS),
+        (
+            *(GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI, SARVAM_MLA, GLM_V, *MISTRALS),
+            *OF_V3,
+        ),
         2,
     ),
-    "mlp_layer_types": ((LITE, HY3, EXAONE), "sparse"),
+    "mlp_layer_types": ((LITE, HY3, EXAONE, *OF_V3), "sparse"),
+    "moe_layer_freq": ((AXK1,), 2),
+    "index_topk": (INDEXED, 99),
+    "num_dense_layers": ((AFMOE,), 2),
+    "route_scale": ((AFMOE,), 2.0),
+    "global_attn_every_n_layers": ((AFMOE,), 2),
+    "mup_enabled": ((AFMOE,), True),
     "kv_lora_rank": (MLA, 32),
     "q_lora_rank": (MLA, None),
     "qk_nope_head_dim": (MLA, 32),
@@ -203,7 +230,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
     "n_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 4),
     "topk_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 3),
-    "rope_interleave": (("deepseek_v3", LITE, KIMI, SARVAM_MLA, *MISTRALS), False),
+    "rope_interleave": (("deepseek_v3", LITE, KIMI, SARVAM_MLA, *MISTRALS, AXK1), False),
     "embedding_multiplier": (GRANITES, 12.0),
     "attention_multiplier": (GRANITES, 0.015625),
     "residual_multiplier": (GRANITES, 0.22),
@@ -238,14 +265,14 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "sliding_window": {
         (
             *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
-            *(HY3, HUNYUAN, SARVAM, BAILING, GLM_V),
+            *(HY3, HUNYUAN, SARVAM, BAILING, GLM_V, FLEX),
         ): (
             64,
             "sliding_window 64 is not implemented",
         )
     },
     "layer_types": {
-        tuple(kind for kind in KINDS if kind not in ("qwen2_moe", DOTS, EXAONE, GPT)): (
+        tuple(k for k in KINDS if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT)): (
             SLIDING,
             "layer_types must be",
         ),
@@ -272,6 +299,10 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "score_function": {(BAILING,): ("softmax", "score_function 'softmax' is not implemented")},
     "moe_router_enable_expert_bias": {(BAILING,): (False, "moe_router_enable_expert_bias False")},
     "moe_shared_expert_intermediate_size": {(BAILING,): (64, "moe_shared_expert_inter.* 64 is")},
+    "q_lora_rank": {OF_V3: (None, "q_lora_rank must be an integer")},
+    "rope_interleave": {INDEXED: (False, "rope_interleave False is not implemented")},
+    "score_func": {(AFMOE,): ("softmax", "score_func 'softmax' is not implemented")},
+    "route_norm": {(AFMOE,): (False, "route_norm False is not implemented")},
     "norm_head": {(BAILING,): (True, "norm_head True is not implemented")},
     "use_cla": {(HUNYUAN,): (True, "use_cla True is not implemented")},
     "num_shared_expert": {(HUNYUAN,): ([2] * 32, "num_shared_expert 2 is not implemented")},
@@ -321,6 +352,9 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "enable_moe_fp32_combine": False,  # of 16-bit runs: where the sum is rounded
     "eod_token_id": 5,
     "sep_token_id": 5,
+    "index_head_dim": 64,  # of the indexer, which is left out
+    "index_n_heads": 4,
+    "indexer_types": ["full"],
 }
 NOT_ALWAYS = {
     "partial_rotary_factor": MISTRALS,  # qk_rope_head_dim says it
@@ -328,6 +362,7 @@ NOT_ALWAYS = {
     "router_jitter_noise": ("mixtral", MINIMAX),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
+    "mlp_bias": INDEXED,  # transformers does not read it
     "hidden_act": (GPT,),  # its clamped SwiGLU has a sigmoid of its own
     "original_max_position_embeddings": tuple(
         kind for kind in KINDS if kind not in MISTRALS
@@ -411,16 +446,20 @@ def test_honoured_field_changes_the_computation(kind, field):
         (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
         (MISTRAL3, "tie_word_embeddings"): False,
-        (SARVAM_MLA, "q_lora_rank"): 64,
+        **dict.fromkeys(((kind, "q_lora_rank") for kind in (SARVAM_MLA, *OF_V3)), 64),
         **dict.fromkeys(
-            ((kind, "num_attention_heads") for kind in (SOLAR, HY3, SARVAM, SARVAM_MLA, GPT)), 32
+            (
+                (kind, "num_attention_heads")
+                for kind in (SOLAR, HY3, SARVAM, SARVAM_MLA, GPT, AXK1, "glm_moe_dsa")
+            ),
+            32,
         ),
     }
     value = others.get((kind, field), HONOURED[field][1])
     if field == "mlp_layer_types":
         value = ["sparse"] * LAYERS.get(kind, 32)
-    if field == "layer_types" and kind == EXAONE:
-        value = ["full_attention"] * 8 + value
+    if field == "layer_types":
+        value = ["full_attention"] * (LAYERS.get(kind, 32) - 24) + value
     if value == "other":
         value = not (kind == GLM_V or field == "use_qk_norm")
     assert parse_config(plain(kind, **{**base, field: value})) != parse_config(plain(kind, **base))
@@ -501,6 +540,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
         if hasattr(model.model, vision):
             delattr(model.model, vision)
     corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
-    theirs = sum(p.numel() for p in [*model.parameters(), *corrections])
+    parameters = [p for name, p in model.named_parameters() if ".indexer." not in name]
+    theirs = sum(p.numel() for p in [*parameters, *corrections])
     places = expected_tensors(parse_config(plain(kind)), ()).values()
     assert sum(math.prod(place.shape) for place in places) == theirs

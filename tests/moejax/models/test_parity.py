@@ -367,6 +367,48 @@ CASES = {
         {"expert_budget": "50%"},
         family="Glm4vMoe",
     ),
+    "DeepSeek-V3.2: up to index_topk tokens, yarn": Case(
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="DeepseekV32",
+    ),
+    "GLM-5: up to index_topk tokens, a layer that shares its indexer's choice": Case(
+        {"num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"expert_budget": "50%"},
+        family="GlmMoeDsa",
+    ),
+    "Trinity: a dense layer, windows, scaled embeddings, biases": Case(
+        {
+            "num_hidden_layers": 3,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+            "attention_bias": True,
+            "route_scale": 1.5,
+        },
+        {"expert_budget": "50%"},
+        family="Afmoe",
+    ),
+    "FlexOlmo: biases, fewer KV heads, normalised weights": Case(
+        {"attention_bias": True, "norm_topk_prob": True, "rope_parameters": YARN},
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="FlexOlmo",
+    ),
+    "A.X-K1: a dense layer, yarn": Case(
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"expert_budget": "50%"},
+        family="AXK1",
+    ),
+    "Flint: a dense layer, windows": Case(
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"expert_budget": "50%"},
+        family="Flint",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
@@ -494,6 +536,14 @@ def _swapped_norms(model):
     attention.q_norm, attention.k_norm = attention.k_norm, attention.q_norm
 
 
+def _swapped_norms_of_layer(model):
+    layer = model.model.layers[0]
+    names = "post_attention_layernorm", "post_feedforward_layernorm"
+    first, second = (getattr(layer, name) for name in names)
+    setattr(layer, names[0], second)
+    setattr(layer, names[1], first)
+
+
 def _ungated_shared_expert(model):
     model.model.layers[-1].mlp.shared_expert_gate.weight.data *= 1000
 
@@ -549,6 +599,12 @@ WRONG = {
     "Glm4vMoe": _text_pair_at_rest,
     "Mistral4": _one_pair_at_rest,
     "Mistral3": _text_pair_at_rest,
+    "DeepseekV32": _one_pair_at_rest,
+    "GlmMoeDsa": _one_pair_at_rest,
+    "Afmoe": _other("model.layers.0.self_attn.is_local_attention", lambda local: False),
+    "FlexOlmo": _swapped_norms_of_layer,
+    "AXK1": _one_pair_at_rest,
+    "Flint": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
 
@@ -568,6 +624,8 @@ def test_every_parameter_is_noticed(run):
     wrong = copy.deepcopy(run.model)
     corrections = [b for b in wrong.named_buffers() if b[0].endswith("correction_bias")]
     for name, parameter in [*wrong.named_parameters(), *corrections]:
+        if ".indexer." in name:  # up to index_topk tokens it chooses all
+            continue
         right = parameter.data
         # Another unit's, or another expert's; of the only one another input's.
         parameter.data = right.roll(1, dims=0 if len(right) > 1 else 1)
