@@ -188,7 +188,7 @@ class _StepPart:
     def feed_forward(self, params, x, batch, i):
         return self._stack(params).feed_forward(i, x, self._tokens(batch)[1])
 
-    @_part(donated="x out")
+    @_part(donated="x")
     def finish(self, params, x, out, i):
         return self._stack(params).finish(i, x, out)
 
