@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -40,6 +41,12 @@ class CacheSpec:
     """Threads that read and verify; also the most records that are held ahead of need."""
     chunk_bytes: int | None = None
     """Most bytes of a piece, see piece_edges."""
+
+
+def share_cache(spec: CacheSpec, sources: Sequence[int]) -> list[CacheSpec]:
+    """Divides a cache among sources, by the bytes of all their records."""
+    every = sum(sources)
+    return [dataclasses.replace(spec, bytes=spec.bytes * each // every) for each in sources]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Asked:
 
 
 class CachedRecords(InPieces):
-    """Every expert of the dense version, in files and, as many as fit, in `pinned_host` memory of
+    """Every expert of one version, in files and, as many as fit, in `pinned_host` memory of
     one device. It has the methods of PinnedRecords that DeviceQueue calls. Only one thread may
     call it."""
 

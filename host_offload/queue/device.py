@@ -72,6 +72,7 @@ class DeviceQueue:
     State `done` means that the record is in staging, where it stays until `take` or `drop`.
 
     - `records`: the stores, by version number.
+    - `places`: by version number, each layer's index in its store (ExpertStore.places).
     - `ahead`: most chunks of prefetches under way at once, for which a later demand waits.
     - `put`: begins copies (default: jax.device_put to the device).
 
@@ -85,10 +86,15 @@ class DeviceQueue:
         *,
         ahead: int = 2,
         put: Put | None = None,
+        places: Sequence[Sequence[int] | None] | None = None,
     ):
         if ahead < 1:
             raise QueueError(f"{ahead} chunks ahead of need at once")
         self.records, self._ahead = tuple(records), ahead
+        self._places = [
+            range(held.shape[0]) if layers is None else layers
+            for held, layers in zip(records, places or [None] * len(records), strict=True)
+        ]
         sharding = jax.sharding.SingleDeviceSharding(device)
         # One call for all pieces, since it takes the host as long as a call for one.
         self.put: Put = put or (lambda arrays: jax.device_put([*arrays], sharding))
@@ -114,25 +120,31 @@ class DeviceQueue:
         """Queues several transfers as `submit` does, and looks for ended chunks only once."""
         if self._closed:
             raise QueueError("the queue is closed")
-        layers, experts = self.records[0].shape[:2]
         cells = {transfer.cell for transfer in transfers}
-        for transfer in transfers:
-            if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
-                raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
+        places = [self._place(transfer) for transfer in transfers]
         for staged in self._staged.values():
             if staged.transfer.cell in cells:
                 _wait_for(staged.mark)
         self._look()
         tickets = []
-        for transfer in transfers:
+        for transfer, place in zip(transfers, places, strict=True):
             records = self.records[transfer.version]
             ticket = self._queue.submit(transfer, records.sizes)
             asked = records.ask(
-                transfer.layer, transfer.expert, demand=transfer.demand, priority=transfer.priority
+                place, transfer.expert, demand=transfer.demand, priority=transfer.priority
             )
             self._staged[ticket] = _Staged(transfer, transfer.demand, asked)
             tickets.append(ticket)
         return tickets
+
+    def _place(self, transfer: Transfer) -> int:
+        """The index of a transfer's layer in its store. Raises QueueError if the store has no such
+        expert."""
+        places = self._places[transfer.version]
+        place = places[transfer.layer] if 0 <= transfer.layer < len(places) else -1
+        if place < 0 or not 0 <= transfer.expert < self.records[transfer.version].shape[1]:
+            raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
+        return place
 
     def submit_again(self, transfer: Transfer) -> int:
         """Queues, as `submit` does, a record that did not come ahead of need and is needed now."""

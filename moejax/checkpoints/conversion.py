@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -47,9 +48,12 @@ from moejax.checkpoints.orbax.manifest import (
 from moejax.checkpoints.orbax.own import MOST_FILES, open_stored
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
-from moejax.models.directory import checkpoint_directory, read_json, require_own_file
+from moejax.models.directory import checkpoint_directory, require_own_file
+from moejax.models.gguf_config import config_fields
+from moejax.models.gguf_header import read_gguf
 from moejax.models.quantization import KEYS as QUANTIZATION_KEYS
 from moejax.models.quantization import write_quantization
+from moejax.requests.gguf_tokenizer import load_gguf_tokenizer
 from moejax.requests.tokenizer import FILES, TEMPLATES
 from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
@@ -118,27 +122,35 @@ class Source(StoredModel):
             yield from sink.records
 
 
-def open_source(directory: pathlib.Path, dtype: str, coded: bool = False) -> Source:
-    """Opens a Hugging Face checkpoint and checks the names, shapes and dtypes of its tensors.
+def open_source(
+    directory: pathlib.Path, kind: str, dtype: str = "auto", coded: bool = False
+) -> Source:
+    """Opens a Hugging Face checkpoint or a GGUF file and checks the names, shapes and dtypes of its
+    tensors.
 
+    - `kind`: the result of checkpoint_format, "safetensors" or "gguf".
     - `dtype`: as in load_checkpoint.
     - `coded`: as in Source, if the checkpoint's experts are quantized.
 
     Raises UserError as load_checkpoint does.
     """
-    opened = open_tensors(directory, "safetensors")
+    opened = open_tensors(directory, kind)
     dtype, own = run_dtype(dtype, opened.dtype), opened.config.quantization
     coded = coded and own is not None and [*opened.config.expert_layers] != [DENSE]
-    copied = _read_copied_files(directory)
+    paths = [file.path for file in opened.files]
+    if kind == "gguf":
+        copied = _files_of_gguf(directory)
+    else:
+        copied = _read_copied_files(directory)
+        paths += map(directory.joinpath, copied)
     if opened.config.dtype != dtype or own is not None:
-        fields = read_json(directory / "config.json")
+        fields = json.loads(copied["config.json"])
         for key in ("torch_dtype", *QUANTIZATION_KEYS):
             fields.pop(key, None)
         if coded and own is not None:
             fields[QUANTIZATION_KEYS[0]] = write_quantization(own)
         copied["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
-    paths = [*(file.path for file in opened.files), *map(directory.joinpath, copied)]
-    times = file_times(paths, directory)
+    times = file_times(paths, directory.parent if kind == "gguf" else directory)
     return Source(directory, opened.config, dtype, opened, times, copied, coded)
 
 
@@ -177,6 +189,17 @@ def _read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
     return copied
 
 
+def _files_of_gguf(path: pathlib.Path) -> dict[str, bytes]:
+    """Name → content of the files that a Hugging Face directory would have: config.json and, where
+    the GGUF file has one, the tokenizer."""
+    files = {"config.json": json.dumps(config_fields(read_gguf(path)), indent=2).encode()}
+    if (tokenizer := load_gguf_tokenizer(path)) is not None:
+        with tempfile.TemporaryDirectory() as made:
+            tokenizer.save_pretrained(made)
+            files |= {name.name: name.read_bytes() for name in pathlib.Path(made).iterdir()}
+    return files
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversion:
     """What `convert` did.
@@ -210,8 +233,8 @@ def convert(
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`. Experts
-    that are quantized keep their codes and scales.
+    """Writes the Hugging Face checkpoint or GGUF file `source` as the Orbax checkpoint
+    `destination`. Experts that are quantized keep their codes and scales.
 
     It needs host memory for one MoE layer and the part of the shards that the layer comes from.
     After an interruption of any kind the same call writes what is missing.
@@ -224,10 +247,10 @@ def convert(
     """
     src = checkpoint_directory(source)
     kind = checkpoint_format(src)
-    if kind != "safetensors":
-        raise UserError(f"{src}: its format is {kind}; convert reads safetensors checkpoints")
+    if kind not in ("safetensors", "gguf"):
+        raise UserError(f"{src}: its format is {kind}; convert reads safetensors and GGUF files")
     dst = free_destination(destination)
-    opened = open_source(src, dtype, coded=True)
+    opened = open_source(src, kind, dtype, coded=True)
     return write_checkpoint(opened, dst, progress=progress)
 
 

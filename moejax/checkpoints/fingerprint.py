@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from moejax.checkpoints.orbax.steps import Step, find_items, is_orbax
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, open_regular
+from moejax.models.gguf_header import is_gguf, read_gguf
 
 WHOLE = 1 << 25
 """Most bytes of a file that is read whole."""
@@ -29,15 +30,18 @@ def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
     samples of every tensor. A tensor with other weights changes the digest, unless only a few of
     its values differ.
 
-    - `path`: a directory that `load_checkpoint` takes.
+    - `path`: a directory or GGUF file that `load_checkpoint` takes.
     - `step`: the step to read, for a directory with steps of a training run.
 
     Raises UserError for a directory that does not exist or cannot be read.
     """
     directory = checkpoint_directory(path)
     try:
-        files = [*directory.iterdir()]
-        if is_orbax(directory):
+        if is_gguf(directory):
+            files, directory = [each.path for each in read_gguf(directory)], directory.parent
+        elif not is_orbax(directory):
+            files = [*directory.iterdir()]
+        else:
             items = find_items(directory, step)
             files = [file for around in items.directories for file in around.iterdir()]
             files += [file for item in items.items.values() for file in item.rglob("*")]

@@ -17,7 +17,7 @@ import numpy as np
 from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.record_source import RecordSource
 from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
-from host_offload.queue.cached import CachedRecords, CacheSpec
+from host_offload.queue.cached import CachedRecords, CacheSpec, share_cache
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
 from moejax.checkpoints.loaded_model import (
@@ -37,7 +37,7 @@ from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shar
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
-from moejax.models.gguf_header import is_gguf
+from moejax.models.gguf_header import is_gguf, read_gguf
 from pallas_kernels.records.absent import AbsentRecords
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
@@ -98,7 +98,10 @@ def load_checkpoint(
         memory = None
         if shared:
             asked = [kind, dtype, str(step), str(name_map), list(versions), in_files]
-            inside = (path for path in directory.rglob("*") if path.is_file())
+            if kind == "gguf":
+                inside = (header.path for header in read_gguf(directory))
+            else:
+                inside = (path for path in directory.rglob("*") if path.is_file())
             memory = open_shared([*asked, *content_of(directory, inside)])
             failed.callback(memory.close)
         opened = _open(directory, kind, step, name_map)
@@ -112,7 +115,7 @@ def load_checkpoint(
         params, arrays = _read(
             opened, run, {} if in_files else held, device, progress, marks, new_builder, memory
         )
-        arrays |= {version: _unread(source, device, cache) for version, source in files.items()}
+        arrays |= _unread(files, device, cache)
         warn_nonfinite(str(opened.directory), opened.nonfinite)
         if memory is not None:
             memory.complete()
@@ -228,12 +231,21 @@ def _read_param(
 
 
 def _unread(
-    source: RecordSource, device: jax.Device, cache: CacheSpec | None
-) -> AbsentRecords | CachedRecords:
+    files: Mapping[str, RecordSource], device: jax.Device, cache: CacheSpec | None
+) -> dict[str, AbsentRecords | CachedRecords]:
     """The arrays of the store that stand for experts in files."""
-    if cache is not None:
-        return CachedRecords(source, device, cache)
-    return AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
+    if cache is None:
+        return {
+            version: AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
+            for version, source in files.items()
+        }
+    shares = share_cache(
+        cache, [source.shape[0] * source.format.nbytes for source in files.values()]
+    )
+    return {
+        version: CachedRecords(source, device, share)
+        for (version, source), share in zip(files.items(), shares, strict=True)
+    }
 
 
 def checkpoint_format(

@@ -73,32 +73,54 @@ class TensorCheckpoint(Checkpoint):
         verify: bool,
         as_stored: bool,
     ) -> dict[str, RecordSource]:
-        if {*versions} != {DENSE} or not all(isinstance(file, Shard) for file in self.files):
+        own = {*versions} <= {DENSE} or [*versions] == [CHECKPOINT]
+        if not own:
             raise UserError(
-                f"{self.directory}: store='file' reads dense experts of safetensors files as they "
-                "lie, and others from what `moejax quantize` wrote; convert or quantize it first"
+                f"{self.directory}: store='file' reads experts as the checkpoint has them, or "
+                "others from what `moejax quantize` wrote"
             )
         experts = self.config.num_experts
-        tensors: dict[tuple[int, int], list[tuple[Shard, str, ExpertPlace]]] = {}
+        tensors: dict[tuple[int, int], list[ExpertTensor]] = {}
         for file, name in self.expert_tensors:
             place = self.places[name]
-            assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
-            if place.turned or place.is_bias:
-                raise UserError(
-                    f"{file.path}: store='file' reads experts as they are, and tensor {name} lies "
-                    f"otherwise; write another one with `moejax convert {self.directory} DST`"
-                )
-            if as_stored and (stored := file.tensors[name].dtype) != dtype:
-                raise UserError(
-                    f"{file.path}: store='file' reads experts as they are, and tensor {name} is in "
-                    f"{stored}, not {dtype}; write another one with `moejax convert "
-                    f"{self.directory} DST --dtype {dtype}`"
-                )
+            assert isinstance(place, ExpertPlace)
+            if as_stored:
+                self._require_as_stored(file, name, place, dtype)
             for expert in range(experts) if place.expert is None else (place.expert,):
                 tensors.setdefault((place.layer, expert), []).append((file, name, place))
-        layout = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
-        shape = sum(self.config.moe_layers), experts
-        return {DENSE: ShardRecords(layout, shape, tensors, dtype)}
+        dense = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
+        return {
+            version: TensorRecords(
+                dense
+                if version == DENSE
+                else dataclasses.replace(dense, version=version, dtype=dtype),
+                (len(layers), experts),
+                {
+                    (i, e): tensors[layer, e]
+                    for i, layer in enumerate(layers)
+                    for e in range(experts)
+                },
+                dtype,
+            )
+            for version, layers in held.items()
+        }
+
+    def _require_as_stored(
+        self, file: TensorFile, name: str, place: ExpertPlace, dtype: str
+    ) -> None:
+        """Raises UserError for a tensor whose bytes are not those of a dense record."""
+        why, into = "", f"`moejax convert {self.directory} DST"
+        if not isinstance(file, Shard):
+            why = "has its codes in another order"
+        elif place.turned or place.is_bias:
+            why = "lies otherwise"
+        elif (stored := file.tensors[name].dtype) != dtype:
+            why, into = f"is in {stored}, not {dtype}", f"{into} --dtype {dtype}"
+        if why:
+            raise UserError(
+                f"{file.path}: store='file' reads experts as they are, and tensor {name} {why}; "
+                f"write another one with {into}`"
+            )
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         tensors = [*self.expert_tensors] if held else []
@@ -168,18 +190,21 @@ class TensorCheckpointReader:
         return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardRecords:
-    """A RecordSource that makes dense records of the tensors in shards, in the run's dtype: the
-    rows of gate and up, then those of down transposed. Shards have no checksums, but a shard that
-    has changed since its header was read is an error.
+ExpertTensor = tuple[TensorFile, str, ExpertPlace]
+"""File, name and place of a tensor."""
 
-    tensors: (MoE layer, expert) → the tensors with its weights. dtype: the run's.
+
+@dataclasses.dataclass(frozen=True)
+class TensorRecords:
+    """A RecordSource that makes records of the tensors in files. The files have no checksums, but
+    one that has changed since its header was read is an error.
+
+    tensors: (layer, expert) → the tensors with its weights. dtype: the run's.
     """
 
     format: RecordFormat
     shape: tuple[int, int]
-    tensors: Mapping[tuple[int, int], Sequence[tuple[Shard, str, ExpertPlace]]]
+    tensors: Mapping[tuple[int, int], Sequence[ExpertTensor]]
     dtype: str
 
     verify = False
@@ -191,9 +216,9 @@ class ShardRecords:
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
         sink, dtype = ArraySink(self.format, record[None]), NUMPY_DTYPES[self.dtype]
         try:
-            for shard, name, place in self.tensors[layer, expert]:
-                with shard.open() as reader:
-                    tensor = OpenTensor(shard, reader, name, Counter())
+            for file, name, place in self.tensors[layer, expert]:
+                with file.open() as reader:
+                    tensor = OpenTensor(file, reader, name, Counter())
                     tensor.read_record(place, expert, (0, 0), sink, dtype)
         except UserError as error:
             raise OSError(str(error)) from error
@@ -213,6 +238,7 @@ class ShardRecords:
         matrix, (_, itemsize) = self.format.waited[0], self.turned
         for key, tensors in self.tensors.items():
             for shard, name, place in tensors:
+                assert isinstance(shard, Shard), "others are read through a cache"
                 stacked = key[1] if place.expert is None else 0
                 first = shard.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
                 for number, part in enumerate(map(MATRICES.index, place.matrices)):

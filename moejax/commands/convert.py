@@ -52,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Write a Hugging Face checkpoint as an Orbax checkpoint whose experts can be read one by "
         "one.",
     )
-    _add_places(convert, "a Hugging Face model directory, or demo")
+    _add_places(convert, "a Hugging Face model directory, a GGUF file, or demo")
     convert.add_argument(
         "--dtype",
         default="auto",
@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _QUANTIZE_EPILOG,
         "Write a checkpoint that has its experts in further versions, beside the dense one.",
     )
-    _add_places(quantize, "a Hugging Face model directory, what moejax convert wrote, or demo")
+    _add_places(quantize, "a model directory, a GGUF file, what moejax convert wrote, or demo")
     quantize.add_argument(
         "--versions",
         required=True,

@@ -70,8 +70,8 @@ def quantize(
     """Writes the checkpoint `source` in our Orbax format with these versions of its experts beside
     the dense one.
 
-    - `source`: a Hugging Face directory, or what `moejax convert` or `moejax quantize` wrote;
-      versions of the latter that are not named are left out.
+    - `source`: a Hugging Face directory, a GGUF file, or what `moejax convert` or `moejax quantize`
+      wrote; versions of the latter that are not named are left out.
     - `quantizer`: one of QUANTIZERS, for int versions.
     - `progress`: called with (done, total) bytes.
 
@@ -83,12 +83,12 @@ def quantize(
     check_quantizer(quantizer)
     src = checkpoint_directory(source)
     kind = checkpoint_format(src)
-    if kind not in ("moejax-orbax", "safetensors"):
+    if kind == "orbax":
         raise UserError(
-            f"{src}: its format is {kind}; quantize reads safetensors checkpoints and what moejax "
-            "convert wrote"
+            f"{src}: its format is {kind}; quantize reads safetensors and GGUF files and what "
+            "moejax convert wrote"
         )
-    opened = orbax_source(src) if kind == "moejax-orbax" else open_source(src, "auto")
+    opened = orbax_source(src) if kind == "moejax-orbax" else open_source(src, kind)
     if "dense" in versions:
         raise UserError("dense is always written; name the versions to be made from it")
     check_versions(opened.layout(), opened.dtype, versions)

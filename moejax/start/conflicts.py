@@ -6,7 +6,7 @@ import dataclasses
 
 from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
-from host_offload.queue.cached import least_records
+from host_offload.queue.cached import CacheSpec, least_records
 from moejax.errors import UserError
 from moejax.start.choices import Settings
 from moejax.start.decide.transfers import cache_of, jax_copies
@@ -15,6 +15,7 @@ from moejax.start.options import Config
 from moejax.step.step_parts import ARENA_OPS, StepSpec
 from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
+from pallas_kernels.records.versions import stored_in_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "tiers": driver.tiers is not None and f"tiers={driver.tiers}",
         "not in memory": store.name != "memory" and f"store={store.name}",
         "not dense": (precision.versions != ("dense",) or several) and named,
+        "made": (precision.lossy or several or "lossless12" in precision.versions) and named,
         "several versions": several and named,
         "in transit": precision.in_transit and named,
         "lossless12": (precision.in_transit or "lossless12" in precision.versions) and named,
@@ -131,10 +133,9 @@ def _parts_of_platform(settings: Settings, platform: str) -> dict[str, str | boo
 
 def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[str, str | bool]:
     second, copies = steps.second, jax_copies(settings, platform)
-    layers, record = sum(steps.config.moe_layers), steps.layout.records[0].nbytes
-    small: str | bool = False
+    layers, small = sum(steps.config.moe_layers), False
     if copies and (cache := cache_of(settings, platform)) is not None:
-        least = record * least_records(DEMANDS, cache)
+        least = _least_cache(steps, layers, cache)
         small = cache.bytes < least and (
             f"host_memory {format_bytes(cache.bytes)} is too small a cache of experts in files: "
             f"{DEMANDS} that a layer waits for and {cache.threads} ahead of need take "
@@ -148,9 +149,20 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         "few layers": layers < 3 and f"a model of {layers} layers",
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
         "small cache": small,
+        "layered": len(stored_in_part(steps.formats)) > 0 and "formats that differ by layer",
         "other memory": own and "placement beside a device with memory of its own",
         "pinned placement": second is not None and steps.separate and "placement",
     }
+
+
+def _least_cache(steps: StepSpec, layers: int, cache: CacheSpec) -> int:
+    """The fewest bytes of a cache of which every version's share holds the records that must be
+    there at once."""
+    formats = steps.formats or ()
+    counts = [len([i for i in f.places or range(layers) if i >= 0]) for f in formats] or [layers]
+    sizes = [f.store.nbytes for f in formats] or [steps.layout.records[0].nbytes]
+    every = sum(n * size for n, size in zip(counts, sizes, strict=True))
+    return least_records(DEMANDS, cache) * max(-(-every // n) for n in counts)
 
 
 def _list_ops(ops: dict[str, str]) -> str:
@@ -195,7 +207,10 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("transfers=ops", "driver=stream"): "a queue loads its layers; leave out transfers",
     ("transfers=ops", "store=file"): "a queue reads files; leave out transfers, or take "
     "store='memory'",
-    ("store=shared", "not dense"): "processes share dense experts; use store='memory'",
+    (
+        "store=shared",
+        "made",
+    ): "processes share experts as the checkpoint has them; use store='memory'",
     ("driver=stream", "several versions"): "experts stream in one version, as they lie in the "
     "store; name one, or use driver='device'",
     **{
@@ -232,6 +247,11 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
     "driver='device'",
     ("small cache",): "raise it",
+    (
+        "streaming",
+        "layered",
+    ): "cells of the window pass from layer to layer; use driver='device' or 'host'",
+    ("gives away", "layered"): "it computes records of one format; leave out placement",
     ("native queue", "foreign ops"): "native CPU ops wait for transfers; use ops='cpu' (`python -m "
     "pallas_kernels.cpu` builds them), or leave one out",
     ("native queue", "in transit"): "it does not decode experts on their way; leave out one",

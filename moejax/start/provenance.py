@@ -60,4 +60,4 @@ def weights_of(model: str | os.PathLike[str], step: Step = None) -> str | None:
     """Returns a fingerprint of a checkpoint, or None if it is not on this machine. Raises UserError
     for files that cannot be read."""
     directory = model_directory(model)
-    return fingerprint(directory, step) if os.path.isdir(directory) else None
+    return fingerprint(directory, step) if os.path.exists(directory) else None

@@ -163,13 +163,14 @@ class StoredCheckpoint(Checkpoint):
                 f"{where}, in {self.dtype}, not {dtype}; leave dtype out, or write another one "
                 f"with `moejax convert SRC DST --dtype {dtype}`"
             )
-        for version in versions:
+        own = [*versions] == [CHECKPOINT]
+        for version in held if own else versions:
             if version not in held:
                 raise UserError(
                     f"{where}, and it has no version {version}; write one with `moejax quantize "
                     f"{self.directory} DST --versions {version}`"
                 )
-        if len(held) > len(set(versions)):
+        if not own and len(held) > len(set(versions)):
             raise UserError(
                 f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which files "
                 "cannot mix; use another version or store='memory'"

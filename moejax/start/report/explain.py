@@ -159,14 +159,14 @@ def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
         "memory_bytes": store.nbytes,
         "file_bytes": store.file_bytes,
     }
-    for records in store.arrays.values():
-        if isinstance(records, CachedRecords):
-            found["verify_reads"] = records.source.verify
-            found["past_the_page_cache"] = False
-            found["cache"] = {
-                "bytes": records.spec.bytes,
-                **dataclasses.asdict(records.totals()),
-            }
+    if cached := [held for held in store.arrays.values() if isinstance(held, CachedRecords)]:
+        found["verify_reads"] = all(records.source.verify for records in cached)
+        found["past_the_page_cache"] = False
+        counts = [
+            {"bytes": records.spec.bytes, **dataclasses.asdict(records.totals())}
+            for records in cached
+        ]
+        found["cache"] = {name: sum(each[name] for each in counts) for name in counts[0]}
     queue, source = engine.runner.transport.queue, next(iter(store.files.values()), None)
     if source is not None and queue is not None:
         found["verify_reads"] = source.verify

@@ -79,7 +79,8 @@ class CopyTransport(Transport):
             through = tuple(("through", version) for version in range(len(records)))
             self.shared_parts = (*_parts("blank", "plan_beside", "compute"), *through)
             self.parts = (*_parts("blank", "plan", "compute", "combine"), *through)
-        self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead)
+        places = [buffers.store.places(name) for name in buffers.stored][: len(records)]
+        self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead, places=places)
         self.staging_bytes = (DEMANDS + spec.threads + 1) * max(map(sum, pieces))
         self._awaited: dict[int, int] = {}
         """Ticket of the record that a cell waits for, by the cell's arena row."""

@@ -13,6 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
+from moejax.checkpoints.fingerprint import fingerprint
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
@@ -183,10 +184,11 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, dire
 def test_k_quants_whose_scales_or_minimums_are_not_finite_are_refused(offset, tmp_path):
     path = tmp_path / "model.gguf"
     gguf_model(path, experts="Q5_K", **WIDE)
-    begin = read_gguf(path)[0].tensors["blk.1.ffn_up_exps.weight"].begin
+    whole, begin = fingerprint(path), read_gguf(path)[0].tensors["blk.1.ffn_up_exps.weight"].begin
     with path.open("r+b") as file:
         file.seek(begin + 176 * 256 + offset)
         file.write(np.float16("inf").tobytes())
+    assert fingerprint(path) != whole
     with pytest.raises(UserError, match=r"blk.1.ffn_up_exps.weight, expert 1 has scales .*infin"):
         load_checkpoint(path, versions=(CHECKPOINT,))
 

@@ -12,12 +12,14 @@ import pytest
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.quantized import QuantizedMatrix
 from moejax import LLM, SamplingParams
+from moejax.checkpoints import shared_memory
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.own import read_expert
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import SCALE_BYTES, encoding_of
+from tests.moejax.gguf_models import gguf_model
 from tests.moejax.quantized_models import FORMATS, quantized_model
 from tests.moejax.transformers_models import logprobs
 
@@ -96,6 +98,48 @@ def choose_by_layer(name):
     if ".layers.0." in name:
         return "int8-32-bf16" if "down_proj" in name else "int4-16-bf16"
     return None if "down_proj" in name else "int8-channel-bf16"
+
+
+SOURCES_OF_STORES = {
+    "fp8": lambda path: quantized_model(path, "fp8-16x32-f32", num_hidden_layers=3),
+    "mixed": lambda path: quantized_model(path, choose_by_layer),
+    "gguf": lambda path: gguf_model(path, experts="Q8_0"),
+}
+CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,host_memory=512KiB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES_OF_STORES)
+def test_no_store_changes_a_bit(source, directory, monkeypatch, tmp_path):
+    path = directory / f"store-{source}.gguf" if source == "gguf" else directory / f"store-{source}"
+    SOURCES_OF_STORES[source](path)
+    converted = convert(path, directory / f"store-{source}.orbax", "float32").directory
+    monkeypatch.setattr(shared_memory, "SHM", tmp_path)
+    for ops, cases in {
+        "xla": [(path, CACHED | {"expert_budget": "30%"}), (converted, CACHED)],
+        "auto": [
+            (path, {"store": "shared"}),
+            (converted, {"store": "file", "expert_budget": "50%"}),
+            (converted, {"store": "file", "driver": "host", "expert_budget": "0"}),
+        ],
+    }.items():
+        wanted = run(path, ops=ops)[1]
+        for each, options in cases:
+            assert run(each, **options)[1] == wanted, (each, options)
+
+
+@pytest.mark.slow
+def test_formats_that_differ_by_layer_neither_stream_nor_are_computed_beside(directory):
+    path = directory / "mixed-3"
+    quantized_model(path, choose_by_layer, num_hidden_layers=3)
+    with pytest.raises(UserError, match="driver=stream and formats that differ by layer do not"):
+        run(path, driver="stream")
+    placed = "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us"
+    with pytest.raises(UserError, match="placement and formats that differ by layer do not"):
+        run(path, driver="host", placement=placed)
+    too_small = CACHED | {"store": "file,host_memory=80KiB"}
+    with pytest.raises(UserError, match=r"too small a cache .* take 351 KiB"):
+        run(path, **too_small)
 
 
 MIXED = ["int4-16-bf16+int4-16-bf16+int8-32-bf16", "int8-channel-bf16+int8-channel-bf16+dense"]
@@ -373,10 +417,8 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
             notes = " ".join(llm.plan.budget.notes)
             assert said in notes and "other fp8 matrices are dequantized to bfloat16" in notes
             assert "activations stay bfloat16" in notes
-    with pytest.raises(UserError, match="reads dense experts of safetensors files"):
+    with pytest.raises(UserError, match=r"has its codes in another order; .*moejax convert"):
         LLM(path, store="file", **LIMITS)
-    with pytest.raises(UserError, match="store=shared and precision checkpoint do not go together"):
-        LLM(path, store="shared", **LIMITS)
 
 
 @pytest.mark.slow
