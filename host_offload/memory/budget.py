@@ -109,7 +109,7 @@ def resolve_budget(
     contradict each other or exceed available_bytes.
     """
     size = layout.slot_bytes
-    per_sequence = -(-max_model_len // layout.page.block_size)
+    per_sequence = layout.page.pages(max_model_len)
     need = _Need(
         experts=moe_layers * experts + spare_slots,
         kv_least=-(-per_sequence // layout.pages_per_slot),
@@ -253,7 +253,7 @@ def _too_small(
     kv_budget: int | None,
 ) -> ArenaTooSmall:
     size, left = layout.slot_bytes, max(kv_slots, 0)
-    tokens = left * layout.pages_per_slot * layout.page.block_size
+    tokens = layout.page.tokens(left * layout.pages_per_slot)
     least = need.kv_least * size
     smallest = least + (0 if kv_budget is not None else expert_slots * size)
     if kv_budget is not None:

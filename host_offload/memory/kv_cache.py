@@ -114,6 +114,7 @@ class KVCache:
     def _drop_longest_idle(self) -> None:
         key, block = self._idle.popitem(last=False)
         del self._published[key]
+        block.key = None
         self._free([block])
         self.dropped += 1
 
@@ -139,6 +140,11 @@ class KVCache:
         """Adds a reference to each block."""
         for block in blocks:
             block.refs += 1
+
+    def has(self, key: bytes) -> bool:
+        """Whether lookup would find a block."""
+        block = self._published.get(key)
+        return block is not None and block.row is not None
 
     def held(self, key: bytes) -> bool:
         """Whether lookup would find a block that takes no available page."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pallas_kernels.records import RecordFormat
 
 BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
+
+PREFILL_STEP = 64
+"""Prompt tokens of the smallest prefill step; steps begin at multiples of it in their sequence."""
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
 
@@ -25,14 +29,30 @@ def default_dtype(itemsize: int) -> str:
     return _DTYPES[itemsize]
 
 
+class Window(NamedTuple):
+    """The tokens that a query sees: the last `tokens`, itself included, or, if `chunked`, those
+    since the last multiple of `tokens`."""
+
+    tokens: int
+    chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """Returns the first position that a query at `position` sees."""
+        if self.chunked:
+            return position // self.tokens * self.tokens
+        return max(position - self.tokens + 1, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """One KV page: `block_size` tokens of every layer, in rows of `row_values` values.
+    """One KV page: `block_size` tokens of every layer of a group, in rows of `row_values` values.
 
-    Within a page, layer l owns ``rows_per_layer`` KV rows from ``l · rows_per_layer``; there, token
-    t has ``rows_per_token`` rows from ``t · rows_per_token``. The model's kind of attention defines
-    their contents (`pallas_kernels.kv_write.KVPage`). A token's rows are contiguous, so writing a
-    token is one copy.
+    A model's layers are one group, or several with a block table each: layers of one group have
+    equal KV and one window. Pages of all groups have one size. A group whose layers need less of it
+    leaves the rest unused. Within a page, the group's layer l owns ``rows_per_layer`` KV rows from
+    ``l · rows_per_layer``; there, token t has ``rows_per_token`` rows from ``t · rows_per_token``.
+    The model's kind of attention defines their contents (`pallas_kernels.kv_write.KVPage`). A
+    token's rows are contiguous, so writing a token is one copy.
     """
 
     layers: int
@@ -40,6 +60,48 @@ class PageLayout:
     row_values: int
     itemsize: int
     block_size: int
+    windows: tuple[Window | None, ...] = (None,)
+    """The window of each group; None: its layers see all tokens."""
+
+    @property
+    def groups(self) -> int:
+        return len(self.windows)
+
+    def first_block(self, group: int, position: int) -> int:
+        """Returns the first block of a group that a step from `position` on reads or writes. Steps
+        begin at multiples of PREFILL_STEP."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        return window.first(position // PREFILL_STEP * PREFILL_STEP) // self.block_size
+
+    def pages(self, tokens: int) -> int:
+        """Returns the pages that a sequence of so many tokens holds at a time, if it is computed in
+        steps of PREFILL_STEP tokens: of a group with a window those that the window touches."""
+        blocks = -(-tokens // self.block_size)
+
+        def held(window: Window | None) -> int:
+            if window is None:
+                return blocks
+            # The window of a step's first token, the step, and a step that is not read yet.
+            most = window.tokens + 2 * PREFILL_STEP
+            return min(blocks, -(-most // self.block_size) + 1)
+
+        return sum(map(held, self.windows))
+
+    def tokens(self, pages: int) -> int:
+        """Returns the tokens of the longest sequence that so many pages hold, in whole blocks; of
+        all if every group has a window: those of no window."""
+        whole = self.windows.count(None) or self.groups
+        blocks = pages // self.groups
+        most = pages // whole
+        while blocks < most:
+            middle = (blocks + most + 1) // 2
+            if self.pages(middle * self.block_size) <= pages:
+                blocks = middle
+            else:
+                most = middle - 1
+        return blocks * self.block_size
 
     @property
     def row_elements(self) -> int:
@@ -109,6 +171,7 @@ def slot_layout(
     versions: Sequence[str] = ("dense",),
     dtype: str | None = None,
     biases: bool = False,
+    windows: tuple[Window | None, ...] = (None,),
 ) -> SlotLayout:
     """Chooses the slot of a model. It holds one record of the largest version and as many whole
     pages as fit. It is rounded up to whole smaller records if that wastes less.
@@ -117,7 +180,7 @@ def slot_layout(
     the slot grows to hold one. Arguments are those of RecordFormat and PageLayout.
 
     - `itemsize`: bytes of a value, of weights and of KV.
-    - `layers`: attention layers.
+    - `layers`: layers of a page.
     - `block_size`: tokens of a page (default: the one of 16, 32, 64 that wastes least of a slot,
       the smaller of equals).
     - `versions`: versions that can be resident, in the order of their numbers.
@@ -134,7 +197,7 @@ def slot_layout(
     if records[0].itemsize != itemsize:
         raise ValueError(f"a value of {dtype} does not have {itemsize} bytes")
     pages = [
-        PageLayout(layers, rows_per_token, row_values, itemsize, size)
+        PageLayout(layers, rows_per_token, row_values, itemsize, size, windows)
         for size in ((block_size,) if block_size else BLOCK_SIZES)
     ]
     row_elements = pages[0].row_elements

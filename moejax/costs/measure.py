@@ -151,10 +151,10 @@ def _long_prompt(runner: Executor) -> int:
 
 def _most_pages(runner: Executor) -> int:
     """Returns the most KV pages that a case needs at a time."""
-    size, rows, steps = runner.layout.page.block_size, runner.shapes.rows, WARM + STEPS + 1
+    page, rows, steps = runner.layout.page, runner.shapes.rows, WARM + STEPS + 1
     sequences = [(rows, 1 + steps), (min(4, rows), _long_prompt(runner) + steps)]
     sequences += _prefill_shapes(runner)
-    return max(count * -(-(tokens + SLACK) // size) for count, tokens in sequences)
+    return max(count * page.pages(tokens + SLACK) for count, tokens in sequences)
 
 
 def _decode_cases(runner: Executor, cells: int) -> list[Case]:

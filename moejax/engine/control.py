@@ -96,16 +96,19 @@ def policy_spec(
     """
     config, layout, formats = steps.config, steps.layout, steps.formats
     layers, page, queue = sum(config.moe_layers), layout.page, steps.queue
+    longest, page_tokens = page.pages(max_model_len), page.block_size
+    if page.windows != (None,):
+        page_tokens = max(max_model_len // longest, 1)
     return Spec(
         layers=layers,
         experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         hidden=config.hidden_size,
         page_bytes=page.nbytes,
-        page_tokens=page.block_size,
+        page_tokens=page_tokens,
         budget_bytes=slots * layout.slot_bytes,
         slot_bytes=layout.slot_bytes,
-        kv_floor_bytes=-(-max_model_len // page.block_size) * page.nbytes,
+        kv_floor_bytes=longest * page.nbytes,
         # The lists of two steps: the running one and the next.
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,

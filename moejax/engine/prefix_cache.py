@@ -21,37 +21,58 @@ class PrefixCache:
 
     def __init__(self, cache: KVCache, enabled: bool):
         self.cache, self.enabled, self.hit_tokens = cache, enabled, 0
-        self.block_size = cache.arena.layout.page.block_size
+        self.page = cache.arena.layout.page
+        self.block_size = self.page.block_size
 
     def held(self, request: Request) -> int:
         """Counts blocks that the request would find and that another request or session holds, so
         that they take no further page."""
-        names, count = self._names(request), 0
-        last = (len(request.prompt) - 1) // self.block_size
-        for name in names[len(request.blocks) : last]:
-            if not self.cache.held(name):
-                break
-            count += 1
-        return count
+        names, first = self._names(request), len(request.blocks)
+        rows = self._match(request, names, first)
+        return sum(self.cache.held(name) for row in rows for name in row if name is not None)
 
     def find(self, request: Request) -> int:
-        """Appends shared blocks to a running request, as long as its next block is found. Returns
-        how many."""
-        size, found = self.block_size, 0
+        """Appends shared blocks to a running request, as far as they are found. Returns for how
+        many times `block_size` tokens."""
+        names = self._match(request, self._names(request), len(request.blocks))
+        rows = [
+            [None if name is None else self.cache.lookup(name) for name in row] for row in names
+        ]
+        self.cache.pin(block for row in rows for block in row if block is not None)
+        tokens = len(rows) * self.block_size
+        gone = request.blocks.append_seen(rows, request.computed + tokens)
+        self.cache.unpin(gone)
+        self.cache.release(gone)
+        request.computed += tokens
+        request.pure += tokens
+        request.cached_tokens += tokens
+        self.hit_tokens += tokens
+        return len(rows)
+
+    def _match(self, request: Request, names: list[bytes], first: int) -> list[list[bytes | None]]:
+        """Returns the names of the published blocks of each group that continue a request's KV from
+        block `first` on; None for blocks of a group that tokens after all these do not see."""
         # The last token of a prompt is always computed, since the next token is sampled from it.
-        while request.computed + size < len(request.prompt):
-            names = self._names(request)
-            block = self.cache.lookup(names[len(request.blocks)]) if names else None
-            if block is None:
-                break
-            self.cache.pin([block])
-            request.blocks.append(block)
-            request.computed += size
-            request.pure += size
-            found += 1
-        request.cached_tokens += found * size
-        self.hit_tokens += found * size
-        return found
+        last = min((len(request.prompt) - 1) // self.block_size, len(names))
+        groups, has = range(self.page.groups), self.cache.has
+        whole = [group for group in groups if self.page.windows[group] is None]
+        end = first
+        while end < last and all(has(_of_group(names[end], group)) for group in whole):
+            end += 1
+        for stop in range(end, first, -1):
+            starts = [self.page.first_block(group, stop * self.block_size) for group in groups]
+            seen = (
+                _of_group(names[i], group)
+                for group in groups
+                if group not in whole
+                for i in range(max(starts[group], first), stop)
+            )
+            if all(map(has, seen)):
+                return [
+                    [_of_group(names[i], g) if i >= starts[g] else None for g in groups]
+                    for i in range(first, stop)
+                ]
+        return []
 
     def publish(self, request: Request, start: int, end: int) -> list[Block]:
         """Publishes the prompt's blocks that tokens [start, end) complete. Prefill must have
@@ -59,8 +80,10 @@ class PrefixCache:
         names, size = self._of_prompt(request), self.block_size
         blocks = []
         for i in range(start // size, min(end // size, len(names))):
-            self.cache.publish(request.blocks[i], names[i])
-            blocks.append(request.blocks[i])
+            for group, block in enumerate(request.blocks.at(i)):
+                if block is not None:
+                    self.cache.publish(block, _of_group(names[i], group))
+                    blocks.append(block)
         return blocks
 
     def _names(self, request: Request) -> list[bytes]:
@@ -76,6 +99,11 @@ class PrefixCache:
         if request.block_keys is None:
             request.block_keys = block_keys(request.prompt, self.block_size)
         return request.block_keys
+
+
+def _of_group(name: bytes, group: int) -> bytes:
+    """Names the block of one group of pages."""
+    return name if group == 0 else name + bytes([group])
 
 
 def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:

@@ -79,7 +79,7 @@ class ResidencyPlanner:
     def least_kv_slots(self) -> int:
         """Slots that KV needs so that a sequence of max_model_len can always run."""
         arena, longest = self.scheduler.arena, self.scheduler.max_model_len
-        pages = -(-longest // arena.layout.page.block_size)
+        pages = arena.layout.page.pages(longest)
         return -(-pages // arena.layout.pages_per_slot)
 
     def kv_needs(self) -> int:
@@ -87,11 +87,11 @@ class ResidencyPlanner:
         sequence, and waiting prompts that will get a free row. It is at least least_kv_slots, and
         at most what experts can give."""
         scheduler, arena = self.scheduler, self.scheduler.arena
-        size = scheduler.block_size
-        pages = arena.pages - scheduler.cache.available + len(scheduler.running)
+        page = scheduler.page
+        pages = arena.pages - scheduler.cache.available + page.groups * len(scheduler.running)
         waiting = sorted(scheduler.waiting, key=lambda request: request.order)
         for request in waiting[: len(scheduler.free_rows)]:
-            pages += max(-(-len(request.prompt) // size), len(request.blocks)) + 1
+            pages += max(page.pages(len(request.prompt)), request.blocks.pages) + page.groups
         slots = max(-(-pages // arena.layout.pages_per_slot), self.least_kv_slots)
         return min(slots, arena.slots - self._least_expert_slots())
 

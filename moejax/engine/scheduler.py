@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
+from host_offload.memory.sequence_blocks import SequenceBlocks
 from moejax.engine.prefix_cache import PrefixCache
 from moejax.engine.step_work import PromptChunk, ScheduledWork
 from moejax.errors import UserError
@@ -50,7 +51,8 @@ class Scheduler:
     ):
         self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
         self.chunk, self.prefill_chunks = shapes.chunk, shapes.prefill_chunks
-        self.block_size = self.arena.layout.page.block_size
+        self.page = self.arena.layout.page
+        self.block_size = self.page.block_size
         self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
@@ -60,7 +62,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         # The lowest free row is taken first, so that rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
-        self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
+        self.table_blocks = shapes.blocks
+        self.block_table = np.zeros((shapes.rows, self.page.groups * shapes.blocks), np.int32)
         self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
         self._prefilled = False
@@ -72,13 +75,14 @@ class Scheduler:
         """Requests that the step computes."""
         self._held_steps = 0
         self.admitted_pages = 0  # most pages that admitted requests may need
-        self.counts = {"session_hit_tokens": 0, "preemptions": 0}
+        self.counts = {"session_hit_tokens": 0, "preemptions": 0, "pages_behind_windows": 0}
 
     # ---- requests
 
     def pages_for(self, prompt_tokens: int, to_generate: int) -> int:
-        """Returns the pages of a sequence. The last generated token needs no KV."""
-        return -(-(prompt_tokens + max(to_generate - 1, 0)) // self.block_size)
+        """Returns the pages that a sequence needs at a time. The last generated token needs no
+        KV."""
+        return self.page.pages(prompt_tokens + max(to_generate - 1, 0))
 
     def check(self, prompt_tokens: int, to_generate: int) -> None:
         """Raises UserError for a request that could never run, because prompt + max_tokens exceeds
@@ -92,11 +96,11 @@ class Scheduler:
             )
         needed = self.pages_for(prompt_tokens, to_generate)
         if needed > self.arena.pages:
-            page = self.arena.layout.page.nbytes
+            page, tokens = self.page.nbytes, self.page.tokens(self.arena.pages)
             raise UserError(
                 f"the request needs KV for {total} tokens ({needed} pages, {needed * page} bytes), "
                 f"the KV budget holds {self.arena.pages} pages "
-                f"({self.arena.pages * self.block_size} tokens, {self.arena.pages * page} bytes); "
+                f"({tokens} tokens, {self.arena.pages * page} bytes); "
                 f"raise kv_budget or lower max_tokens"
             )
 
@@ -104,6 +108,7 @@ class Scheduler:
         """Queues a request that passed `check`. A turn of a session waits for the end of the turn
         before it."""
         request.prefill_to = len(request.prompt)
+        request.blocks = SequenceBlocks(self.page)
         session = request.session
         if session is not None and session.turn is not None:
             session.queue.append(request)
@@ -126,7 +131,7 @@ class Scheduler:
         # A waiting request stays in the heap until _forget_finished finds its finish_reason.
         self.admitted_pages -= request.admitted_pages
         request.admitted_pages = 0
-        blocks, request.blocks = request.blocks, []
+        blocks, request.blocks = request.blocks, SequenceBlocks(self.page)
         session = request.session
         if session is None:
             self.cache.release(blocks)
@@ -146,6 +151,8 @@ class Scheduler:
         """Returns the next step's work, counted as dispatched; None if nothing can be
         dispatched."""
         self.published, self.in_step = [], set()
+        for request in self.running.values():
+            self._release_unseen(request)
         # Decode goes on between two prefill steps.
         rows = self._decode_rows() if self._prefilled else []
         chunks = [] if rows else self._next_chunks()
@@ -267,7 +274,7 @@ class Scheduler:
 
     def _drop_kv(self, request: Request) -> None:
         self.cache.release(request.blocks)
-        request.blocks = []
+        request.blocks = SequenceBlocks(self.page)
         request.computed = request.cached_tokens = request.pure = 0
 
     def _can_end(self, request: Request) -> bool:
@@ -281,12 +288,12 @@ class Scheduler:
     def _bring_back(self, request: Request) -> bool:
         """Frees the pages that the request needs to go on, and swaps its own pages in. Returns
         whether that was possible."""
-        swapped = self.cache.missing(request.blocks)
-        needed = max(-(-request.prefill_to // self.block_size), len(request.blocks))
-        # One page more to decode into, so that the request is not the next to be moved out.
-        wanted = swapped + needed - len(request.blocks) + (request.dispatched > 0)
+        swapped, held = self.cache.missing(request.blocks), request.blocks.pages
+        wanted = swapped + max(self.page.pages(request.prefill_to) - held, 0)
+        # One block more to decode into, so that the request is not the next to be moved out.
+        wanted += self.page.groups * (request.dispatched > 0)
         wanted -= self.prefixes.held(request)
-        limit = self.arena.pages - (len(request.blocks) - swapped)
+        limit = self.arena.pages - (held - swapped)
         self.cache.pin(request.blocks)  # its pages must not be moved out to make room for it
         there = False
         try:
@@ -330,20 +337,35 @@ class Scheduler:
     # ---- pages
 
     def extend(self, request: Request, count: int) -> bool:
-        """Gives a running request more pages, and moves out requests behind it if need be. Returns
-        False if there are not enough."""
-        if not self._free_pages(count, behind=request):
+        """Gives a running request pages for `count` more blocks, and moves out requests behind it
+        if need be. Returns False if there are not enough."""
+        pages = count * self.page.groups
+        if not self._free_pages(pages, behind=request):
             return False
-        first, blocks = len(request.blocks), self.cache.allocate(count)
+        first, blocks = len(request.blocks), self.cache.allocate(pages)
         self.cache.pin(blocks)
-        request.blocks += blocks
+        request.blocks.append(blocks)
         self.write_table(request, first)
         return True
 
     def write_table(self, request: Request, first: int) -> None:
-        kv_rows: Any = [block.row for block in request.blocks[first:]]  # all are on the device
-        self.block_table[request.row, first : len(request.blocks)] = kv_rows
+        """Writes a running request's block table from block `first` on. Blocks behind a window have
+        any page there, since no token reads them."""
+        for group in range(self.page.groups):
+            blocks = request.blocks.of_group(group, first)
+            kv_rows: Any = [0 if b is None else b.row for b in blocks]  # all are on the device
+            start = group * self.table_blocks + first
+            self.block_table[request.row, start : start + len(blocks)] = kv_rows
         self.block_table_version += 1
+
+    def _release_unseen(self, request: Request) -> None:
+        """Gives up blocks behind the windows of a request's next tokens."""
+        # A session goes on from its last token, which may be the one before the last dispatched.
+        gone = request.blocks.trim(max(request.computed - 1, 0))
+        if request.row is not None:
+            self.cache.unpin(gone)
+        self.cache.release(gone)
+        self.counts["pages_behind_windows"] += len(gone)
 
     def _free_pages(self, count: int, behind: Request | None = None) -> bool:
         """Makes so many pages available. Returns whether that was possible.
@@ -371,6 +393,7 @@ class Scheduler:
         request = max(candidates, key=_order)
         if request.order <= behind.order:
             return False
+        self._release_unseen(request)
         movable = self.cache.movable(request.blocks, pins=1)
         if self.overflow == "swap" and movable and self.cache.swap_room == 0:
             return False

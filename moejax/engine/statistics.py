@@ -160,6 +160,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
         "prefix_hit_tokens": scheduler.prefixes.hit_tokens,
         **scheduler.counts,
         "pages": page_states(scheduler),
+        "page_groups": page_groups(scheduler),
         "swapped_out_bytes": cache.swapped_out * cache.page_bytes,
         "swapped_in_bytes": cache.swapped_in * cache.page_bytes,
         "cached_pages_dropped": cache.dropped,
@@ -180,6 +181,20 @@ def page_states(scheduler: Scheduler) -> dict[str, int]:
         "free": scheduler.arena.free_pages,
         "swapped": scheduler.cache.swapped,
     }
+
+
+def page_groups(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """Returns for each group of layers its window in tokens (None: it sees all), and the pages that
+    sequences and sessions hold."""
+    requests = *scheduler.running.values(), *(r for _, r in scheduler.queue)
+    holders = [each.blocks for each in (*requests, *scheduler.sessions.all)]
+    return [
+        {
+            "window": None if window is None else window.tokens,
+            "pages": len({b for blocks in holders for b in blocks.of_group(group) if b}),
+        }
+        for group, window in enumerate(scheduler.page.windows)
+    ]
 
 
 def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:

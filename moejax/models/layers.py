@@ -16,7 +16,6 @@ from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
-from pallas_kernels.kv_write import KVPage
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     LinearOptions,
@@ -62,6 +61,8 @@ class LayerStack(nnx.Module):
     whole stacks to the ops, so a scan over i copies nothing if the ops are kernels. `first_layer`
     counts all layers, `first_moe_layer` only layers with experts.
 
+    Layers of a run may have pages in several groups.
+
     - `params`: the run's arrays as moejax.checkpoints.load returns them, weights in [out, in]
       order.
     """
@@ -76,7 +77,7 @@ class LayerStack(nnx.Module):
         ops: Ops,
     ):
         self.config, self.ops = config, ops
-        self.first_layer, self.first_moe_layer = first_layer, first_moe_layer
+        self.first_moe_layer = first_moe_layer
         self.is_moe = "router" in params
         self.size = params["o"].shape[0]
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
@@ -87,14 +88,30 @@ class LayerStack(nnx.Module):
             rotated = config.rope_layers[first_layer : first_layer + self.size]
             frequencies = np.asarray(rotated, np.float32)[:, None] * frequencies
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
+        places = config.page_places[first_layer : first_layer + self.size]
+        self.group, self.first_in_page = places[0]
+        follow = [(self.group, self.first_in_page + i) for i in range(self.size)]
+        self.places = None if places == follow else nnx.Variable(jnp.asarray(places, jnp.int32))
+        """int32[layers, 2]: (group, place) of each layer's pages; None: they follow the first."""
+        self.page_factor = config.page_row_values // config.page(1).head_dim
         windows = config.windows[first_layer : first_layer + self.size]
         numbers = [NO_WINDOW if window is None else window for window in windows]
-        self.windows = nnx.Variable(jnp.asarray(numbers, jnp.int32)) if any(windows) else None
+        masked = any(windows) and not config.chunked_window
+        self.windows = nnx.Variable(jnp.asarray(numbers, jnp.int32)) if masked else None
 
     def frequencies(self, i) -> jax.Array:
         """The angle per token of each pair of a head's values, [head_dim / 2]."""
         every = self.inverse_frequencies[...]
         return every if every.ndim == 1 else every[i]
+
+    def page_layer(self, i) -> jax.Array:
+        """The place of layer i among the layers of its page."""
+        return self.first_in_page + i if self.places is None else self.places[...][i, 1]
+
+    def _in_pages(self, i, tokens: Tokens) -> Tokens:
+        """The tokens with the pages of layer i."""
+        group = self.group if self.places is None else self.places[...][i, 0]
+        return tokens.of_group(group, self.page_factor)
 
     def weight(self, name: str) -> jax.Array:
         return self.weights[name][...]
@@ -174,13 +191,14 @@ class LayerStack(nnx.Module):
         x: jax.Array,
         arena: jax.Array,
         tokens: Tokens,
-        page: KVPage,
+        block_size: int,
         squares: jax.Array | None = None,
         counters: jax.Array | None = None,
         with_squares: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
         """Adds attention to x [T, D] and writes the tokens' keys and values to their pages.
 
+        - `block_size`: tokens of a page.
         - `squares`: tile_squares of x, if the stack takes them.
         - `counters`: see write_and_attend.
         - `with_squares`: return squares of the sum; see gives_squares.
@@ -188,6 +206,7 @@ class LayerStack(nnx.Module):
         Returns (x, arena, squares of the new x or None, counters).
         """
         with jax.named_scope("attend"):
+            page, tokens = self.config.page(block_size), self._in_pages(i, tokens)
             given = i, x, arena, tokens, page, squares, counters
             attended, arena, counters = self.config.attention.attend(self, *given)
             if with_squares:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from host_offload.memory.layout import SlotLayout, default_dtype, slot_layout
+from host_offload.memory.layout import SlotLayout, Window, default_dtype, slot_layout
 from moejax.models.attention.grouped_query import GROUPED_QUERY
 from moejax.models.attention.kind import AttentionKind
 from moejax.models.quantization import Quantization
@@ -29,6 +31,25 @@ class LayerKind:
     head_dim: int
     rope: Rope
     rotary_width: int | None = None
+
+
+class PageGroup(NamedTuple):
+    """Layers whose keys and values lie in one page, under one block table: equal pages and one
+    window."""
+
+    layers: tuple[int, ...]
+    window: Window | None
+    row_values: int
+    """Values of a KV row."""
+    token_values: int
+    """Values of a token in all these layers."""
+
+
+MOST_GROUPS = 12
+"""Most groups of pages of a model. Each has a block table, which the device reads."""
+
+TYPICAL_TOKENS = 8192
+"""Tokens of the sequence for which layers are grouped: pages should waste least of its KV."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +126,9 @@ class ModelConfig:
     logits_scaling: float = 1.0
     mlp_bias: bool = False
     lm_head_bias: bool = False
+    chunked_window: bool = False
+    """Whether queries see the tokens since the last multiple of sliding_window, not the last
+    ones."""
     shared_width: int = 0
     attention: AttentionKind = GROUPED_QUERY
     scoring_func: str = "softmax"
@@ -137,8 +161,10 @@ class ModelConfig:
             dataclasses.replace(kind, rope=kind.rope.for_length(max_model_len))
             for kind in self.layer_kinds
         )
-        rope = self.rope.for_length(max_model_len)
-        return dataclasses.replace(self, rope=rope, layer_kinds=kinds)
+        rope, window = self.rope.for_length(max_model_len), self.sliding_window
+        if window is not None and window >= max_model_len:  # it would hide no token
+            window = None
+        return dataclasses.replace(self, rope=rope, layer_kinds=kinds, sliding_window=window)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -164,6 +190,51 @@ class ModelConfig:
         """The sliding window of each layer."""
         inside = self.window_layers or (True,) * self.num_hidden_layers
         return tuple(self.sliding_window if i else None for i in inside)
+
+    @property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """The layers by the pages that hold their keys and values, see PageLayout.
+
+        Layers of equal pages and one window may be several groups, so that the pages of all groups,
+        which have one size, waste least.
+        """
+        alike: dict[tuple[KVPage, Window | None], list[int]] = {}
+        for layer, window in enumerate(self.windows):
+            seen = None if window is None else Window(window, self.chunked_window)
+            alike.setdefault((self.of_layer(layer).page(1), seen), []).append(layer)
+        values = {key: key[0].rows_per_token * key[0].head_dim for key in alike}
+
+        def per_group(size: int) -> dict[tuple[KVPage, Window | None], int]:
+            """How many layers a page of `size` values a token holds."""
+            return {key: min(size // values[key], len(layers)) for key, layers in alike.items()}
+
+        def cost(size: int) -> tuple[bool, int, int]:
+            held = per_group(size)
+            if not all(held.values()):
+                return True, 0, 0
+            groups = {key: -(-len(layers) // held[key]) for key, layers in alike.items()}
+            tokens = sum(
+                n * min(key[1].tokens if key[1] else TYPICAL_TOKENS, TYPICAL_TOKENS)
+                for key, n in groups.items()
+            )
+            return sum(groups.values()) > MOST_GROUPS, size * tokens, size
+
+        sizes = {
+            values[key] * count
+            for key, layers in alike.items()
+            for count in range(1, len(layers) + 1)
+        }
+        held = per_group(min(sizes, key=cost))
+        groups = []
+        for (page, window), layers in alike.items():
+            # As equal as can be, so that no group is nearly empty.
+            count = -(-len(layers) // held[page, window])
+            each = -(-len(layers) // count)
+            for i in range(0, len(layers), each):
+                part = tuple(layers[i : i + each])
+                row = page.head_dim, page.rows_per_token * page.head_dim * len(part)
+                groups.append(PageGroup(part, window, *row))
+        return tuple(groups)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -209,6 +280,21 @@ class ModelConfig:
         """The layout of a page of `block_size` tokens."""
         return self.attention.page(self, block_size)
 
+    @property
+    def page_places(self) -> list[tuple[int, int]]:
+        """(group, place among its layers) of each layer's pages."""
+        places = {
+            layer: (number, place)
+            for number, group in enumerate(self.page_groups)
+            for place, layer in enumerate(group.layers)
+        }
+        return [places[layer] for layer in range(self.num_hidden_layers)]
+
+    @property
+    def page_row_values(self) -> int:
+        """Values of a KV row by which pages of all groups are addressed: whole rows of each."""
+        return math.lcm(*(group.row_values for group in self.page_groups))
+
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
         dtype = default_dtype(itemsize)
@@ -226,21 +312,29 @@ class ModelConfig:
         - `itemsize`: bytes of a weight.
         - `versions`, `dtype`: see host_offload.memory.layout.slot_layout.
         """
+        groups = self.page_groups
         page = self.page(1)
+        rows = {"layers": len(groups[0].layers), "rows_per_token": page.rows_per_token}
+        rows["row_values"] = page.head_dim
+        if len(groups) > 1:
+            row = self.page_row_values
+            rows = {"layers": 1, "row_values": row}
+            rows["rows_per_token"] = max(-(-group.token_values // row) for group in groups)
         return slot_layout(
             hidden=self.hidden_size,
             width=self.moe_intermediate_size,
             itemsize=itemsize,
-            layers=self.num_hidden_layers,
-            rows_per_token=page.rows_per_token,
-            row_values=page.head_dim,
+            **rows,
             versions=versions,
             dtype=dtype,
             biases=self.expert_bias,
+            windows=tuple(group.window for group in groups),
         )
 
 
-_NEWER = frozenset({"expert_bias", "layer_kinds", "length_limit", "rope_layers", "swiglu"})
+_NEWER = frozenset(
+    {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "rope_layers", "swiglu"}
+)
 
 
 def config_digest(config: ModelConfig) -> str:

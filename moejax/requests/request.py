@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from host_offload.memory.kv_cache import Block
+from host_offload.memory.sequence_blocks import SequenceBlocks
 from moejax.errors import UserError, shown
 from moejax.requests.outputs import FinishReason, Logprob
 from moejax.requests.sampling_params import SamplingParams
@@ -64,14 +64,14 @@ class Session:
 
     session_id: str
     number: int
+    blocks: SequenceBlocks
+    """Blocks of the session. A running turn also holds those that it continues, and replaces all of
+    them when it ends."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Tokens whose KV is in `blocks`, in order."""
     pure: int = 0
     """Leading tokens that the prefill path computed. Decode computed generated tokens, whose KV has
     different bits."""
-    blocks: list[Block] = dataclasses.field(default_factory=list)
-    """Blocks of the session. A running turn also holds those that it continues, and replaces all of
-    them when it ends."""
     dropped: bool = False
     """Whether KV of its history was dropped, now or some turns ago. Computed again it has other
     bits, and all later turns continue from them."""
@@ -104,7 +104,8 @@ class Request:
     nothing."""
     row: int | None = None
     """Row in the decode batch and the block table while it runs."""
-    blocks: list[Block] = dataclasses.field(default_factory=list)
+    blocks: SequenceBlocks = dataclasses.field(init=False, repr=False)
+    """Set when it is queued."""
     computed: int = 0
     """Leading tokens whose KV is computed or dispatched."""
     pure: int = 0

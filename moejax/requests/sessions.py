@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
+from host_offload.memory.sequence_blocks import SequenceBlocks
 from moejax.errors import UserError
 from moejax.requests.request import Request, Session
 
@@ -20,7 +21,7 @@ class Sessions:
 
     def __init__(self, cache: KVCache, overflow: str):
         self.cache, self.overflow, self.evicted = cache, overflow, 0
-        self.block_size = cache.arena.layout.page.block_size
+        self.page = cache.arena.layout.page
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._numbers = 0
 
@@ -31,12 +32,14 @@ class Sessions:
     @property
     def pages(self) -> int:
         """Pages of all sessions, on the device and in host memory."""
-        return sum(len(session.blocks) for session in self._sessions.values())
+        return sum(session.blocks.pages for session in self._sessions.values())
 
     def __getitem__(self, session_id: str) -> Session:
         """The session of that name, a new one if there is none."""
         if session_id not in self._sessions:
-            self._sessions[session_id] = Session(session_id, self._numbers)
+            self._sessions[session_id] = Session(
+                session_id, self._numbers, SequenceBlocks(self.page)
+            )
             self._numbers += 1
         return self._sessions[session_id]
 
@@ -50,23 +53,30 @@ class Sessions:
             raise UserError(f"session {session_id!r} has a turn that has not ended")
         del self._sessions[session_id]
         self.cache.release(session.blocks)
-        session.blocks = []
+        session.blocks = SequenceBlocks(self.page)
 
     def begin_turn(self, request: Request, session: Session) -> bool:
-        """Shares the session's KV with the request, as far as the tokens agree. Returns False if
-        there is no room for a copy of the page in which they differ; try again later."""
-        same, size = common_prefix(session.tokens, request.prompt[:-1]), self.block_size
+        """Shares the session's KV with the request, as far as the tokens agree, or nothing if they
+        differ so early that a window no longer holds what comes before. Returns False if there is
+        no room for a copy of the blocks in which they differ; try again later."""
+        same, size = common_prefix(session.tokens, request.prompt[:-1]), self.page.block_size
         rewritten = same < len(session.tokens)
         if rewritten and same <= session.pure:
             same = same // size * size  # cheaper than a copy, and the same bits
-        blocks = session.blocks[: -(-same // size)]
+        blocks = session.blocks.split(-(-same // size))[0]
+        if not blocks.is_covered(same):
+            same, blocks = 0, SequenceBlocks(self.page)
         if rewritten and same % size:
-            # The rest of this page belongs to the session until the turn has ended.
-            copy = self.cache.copy(blocks[-1])
-            if copy is None:
-                return False
-            self.cache.hold(blocks[:-1])
-            blocks[-1] = copy
+            # The rest of these pages belongs to the session until the turn has ended.
+            copies: list[Block] = []
+            last = [block for block in blocks.at(len(blocks) - 1) if block is not None]
+            for block in last:
+                if (copy := self.cache.copy(block)) is None:
+                    self.cache.release(copies)
+                    return False
+                copies.append(copy)
+            self.cache.hold(block for block in blocks if block not in last)
+            blocks.replace_last(copies)
         else:
             self.cache.hold(blocks)
         request.blocks = blocks
@@ -74,7 +84,9 @@ class Sessions:
         request.pure = min(session.pure, same)
         return True
 
-    def end_turn(self, request: Request, session: Session, blocks: list[Block]) -> Request | None:
+    def end_turn(
+        self, request: Request, session: Session, blocks: SequenceBlocks
+    ) -> Request | None:
         """Gives the request's blocks to the session. Returns the next turn, if one waits. An
         aborted turn leaves its session as it was."""
         if session.turn is not request:
@@ -83,9 +95,9 @@ class Sessions:
             return None
         if blocks and request.finish_reason != "abort":
             tokens = len(request.prompt) + len(request.output) - 1
-            pages = -(-tokens // self.block_size)
-            blocks, session.blocks, spare = session.blocks, blocks[:pages], blocks[pages:]
-            self.cache.release(spare)
+            kept, spare = blocks.split(-(-tokens // self.page.block_size))
+            self.cache.release([*spare, *kept.trim(tokens)])
+            blocks, session.blocks = session.blocks, kept
             session.tokens, session.pure = request.tokens(0, tokens), min(request.pure, tokens)
             session.dropped = request.recomputed
         elif request.finish_reason != "abort":
@@ -105,7 +117,8 @@ class Sessions:
             before = self.cache.available
             if self.overflow == "recompute":
                 self.cache.release(session.blocks)
-                session.blocks, session.tokens, session.pure = [], [], 0
+                session.blocks, session.tokens = SequenceBlocks(self.page), []
+                session.pure = 0
                 session.dropped = True
             else:
                 self.cache.swap_out(movable[:most])

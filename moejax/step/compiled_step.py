@@ -172,7 +172,7 @@ def _attend(
     """Returns the carry after the attention of layer `i` of the stack."""
     x, arena = carry.x, carry.memory.arena
     x, arena, squares, counters = stack.attend(
-        *(i, x, arena, tokens, context.page, carry.squares, carry.counters),
+        *(i, x, arena, tokens, context.page.block_size, carry.squares, carry.counters),
         with_squares=stack.gives_squares(x.shape[0]),
     )
     memory = carry.memory._replace(arena=arena)

@@ -163,7 +163,7 @@ class _StepPart:
     @_part(donated="arena x")
     def attend(self, params, arena, x, batch, i):
         stack, tokens = self._stack(params), self._tokens(batch)[1]
-        x, arena, *_ = stack.attend(i, x, arena, tokens, self.programs.page)
+        x, arena, *_ = stack.attend(i, x, arena, tokens, self.programs.page.block_size)
         return x, arena
 
     @_part(donated="x")

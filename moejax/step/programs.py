@@ -228,8 +228,12 @@ class Programs:
 
     @property
     def page(self) -> KVPage:
-        """The layout of KV pages, as ops take it."""
-        return self.steps.config.page(self.steps.layout.page.block_size)
+        """The layout of KV pages, as ops take it, of the layers with the most KV heads."""
+        pages = [
+            self.steps.config.of_layer(run.start).page(self.steps.layout.page.block_size)
+            for run in self.steps.config.runs
+        ]
+        return max(pages, key=lambda page: page.kv_heads)
 
     def program(self, key: ProgramKey) -> Program:
         """Returns the program of a whole step, or one that runs between steps or layers.
@@ -307,7 +311,8 @@ class Programs:
         takes all rows, so that the caller's arrays are the same for every bucket; prefill takes its
         chunks."""
         rows = self.array(self.steps.shapes.rows)
-        block_table = self.array(self.steps.shapes.rows, self.steps.shapes.blocks)
+        groups, shapes = self.steps.layout.page.groups, self.steps.shapes
+        block_table = self.array(shapes.rows, groups * shapes.blocks)
         if key.kind == "decode":
             return rows, rows, block_table
         prefill = empty_prefill(self.steps.shapes)
@@ -318,12 +323,20 @@ class Programs:
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
         """Returns the part of a batch that the step computes: the first rows and their first pages
-        of decode, all chunks of prefill. It has all current tokens."""
+        of decode, all chunks of prefill. It has all current tokens. The block table of several
+        groups of pages becomes one of each, [G, R, B]."""
         if key.kind != "decode":
-            return tuple(batch)
+            prefill, block_table, tokens = batch
+            return prefill, self._by_group(block_table), tokens
         tokens, positions, block_table = batch
         rows = self.tokens(key)
-        return tokens, positions[:rows], block_table[:rows, : key.context]
+        return tokens, positions[:rows], self._by_group(block_table[:rows])[..., : key.context]
+
+    def _by_group(self, block_table: Any) -> Any:
+        groups, blocks = self.steps.layout.page.groups, self.steps.shapes.blocks
+        if groups == 1:
+            return block_table
+        return jnp.swapaxes(block_table.reshape(-1, groups, blocks), 0, 1)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """Returns the context of a step, or of a program that moves experts outside of steps.

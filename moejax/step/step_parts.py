@@ -357,7 +357,8 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:
         tiles = (_rows_in_use(valid) + row_tile - 1) // row_tile
-    rows = {"block_table": block_table, "lengths": positions + 1}
+    several = block_table.ndim == 3
+    rows = {"lengths": positions + 1} | ({} if several else {"block_table": block_table})
     return Tokens(
         positions=positions,
         valid=valid,
@@ -366,6 +367,7 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
         row_tile=row_tile,
         attention=functools.partial(decode_attention, **rows),
         write_and_attend=functools.partial(write_and_attend, **rows),
+        block_tables=block_table if several else None,
     )
 
 
@@ -377,7 +379,9 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
     # Tokens to skip go through the layers, but no expert is fetched for them.
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
-    tables = jnp.repeat(block_table[prefill.row], size, axis=0)
+    tables = jnp.repeat(block_table[..., prefill.row, :], size, axis=-2)
+    several = block_table.ndim == 3
+    rows = {} if several else {"block_table": block_table}
     return Tokens(
         positions=positions,
         valid=valid,
@@ -386,9 +390,10 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
         row_tile=context.row_tile,
         attention=functools.partial(
             prefill_attention,
-            block_table=block_table,
             chunks=Chunks(prefill.row, prefill.start, prefill.length, prefill.count),
+            **rows,
         ),
+        block_tables=block_table if several else None,
     )
 
 
@@ -550,10 +555,12 @@ def _force_routing(forced, layer, routed, experts):
 def _pages(block_table, positions, valid, page):
     """Returns the KV row [T] of each token's page; −1 for tokens that are not valid.
 
-    - `block_table`: [T, B].
+    - `block_table`: [T, B], or [G, T, B] of several groups, whose result is [G, T].
     """
-    block = jnp.maximum(positions, 0) // page.block_size
-    pages = jnp.take_along_axis(block_table, block[:, None], axis=1, mode="clip")[:, 0]
+    block = (jnp.maximum(positions, 0) // page.block_size)[:, None]
+    if block_table.ndim == 3:
+        block = block[None]
+    pages = jnp.take_along_axis(block_table, block, axis=-1, mode="clip")[..., 0]
     return jnp.where(valid, pages, -1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block, KVCache
@@ -21,16 +21,21 @@ def kv_faults(scheduler: Scheduler) -> list[str]:
     if rows != list(range(scheduler.max_num_seqs)):
         faults.append(f"rows free and in use: {rows}")
     for row, request in scheduler.running.items():
-        expected = [b.row for b in request.blocks]
-        if request.row != row or scheduler.block_table[row, : len(expected)].tolist() != expected:
+        table = scheduler.block_table[row].reshape(scheduler.page.groups, -1)
+        expected = [request.blocks.of_group(group) for group in range(scheduler.page.groups)]
+        if request.row != row or any(
+            block is not None and block.row != found
+            for blocks, rows in zip(expected, table.tolist(), strict=True)
+            for block, found in zip(blocks, rows, strict=False)
+        ):
             faults.append(f"row {row} does not have its request's pages")
-        if len(expected) * scheduler.block_size < request.computed:
+        if len(request.blocks) * scheduler.block_size < request.computed:
             faults.append(f"row {row} has too few pages for {request.computed} tokens")
     return faults
 
 
 def cache_faults(
-    cache: KVCache, running: Iterable[Sequence[Block]], others: Iterable[Sequence[Block]]
+    cache: KVCache, running: Iterable[Iterable[Block]], others: Iterable[Iterable[Block]]
 ) -> list[str]:
     """Broken invariants in words. running, others: the blocks of every sequence that runs, and
     of everybody else who holds some."""

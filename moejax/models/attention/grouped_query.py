@@ -59,7 +59,7 @@ class GroupedQueryAttention:
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
         if reorders_heads(config):
             qkv = _pair_by_halves(stack, qkv, page)
-        places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
+        places = KVPlaces(tokens.positions, tokens.pages, stack.page_layer(i))
         heads = ProjectedHeads(qkv, *norms, i, self.frequencies(stack, i))
         write = WriteOptions(
             page,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
@@ -20,7 +22,8 @@ class Tokens(NamedTuple):
     valid: jax.Array
     """bool[T]: rows that hold a token."""
     pages: jax.Array
-    """int32[T]: KV row of the page that each token is written to; −1: it is not written."""
+    """int32[T]: KV row of the page that each token is written to; −1: it is not written. Of a model
+    with several groups of pages int32[G, T], until of_group chooses one."""
     tiles: jax.Array
     """int32: row tiles in use."""
     row_tile: int
@@ -31,6 +34,26 @@ class Tokens(NamedTuple):
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
     """Decode's kv_write and attention as one op; None: they are two ops."""
+    block_tables: jax.Array | None = None
+    """int32[G, R, B]: the block table of each group of pages; None: there is one group, whose table
+    the ops have."""
+
+    def of_group(self, group: jax.Array | int, factor: int = 1) -> Tokens:
+        """The tokens with the block table and the pages of one group.
+
+        - `factor`: KV rows of the group's layers in one row by which pages are addressed.
+        """
+        if self.block_tables is None:
+            return self
+        table, pages = self.block_tables[group], self.pages[group]
+        if factor != 1:
+            table, pages = table * factor, jnp.where(pages < 0, pages, pages * factor)
+        ops = self.attention, self.write_and_attend
+        attention, both = (op and functools.partial(op, block_table=table) for op in ops)
+        assert attention is not None
+        return self._replace(
+            pages=pages, attention=attention, write_and_attend=both, block_tables=None
+        )
 
 
 OPS = ("kv_write", "latent_write", "head_linear")
@@ -71,11 +94,11 @@ class AttentionLayer(Protocol):
     config: Any
     """AttentionNumbers."""
     ops: Ops
-    first_layer: int
     weights: Any
     attention_factor: float
 
     def frequencies(self, i) -> jax.Array: ...
+    def page_layer(self, i) -> jax.Array: ...
     def weight(self, name: str) -> jax.Array: ...
     def optional_weight(self, name: str) -> jax.Array | None: ...
     def per_layer(self, i: jax.Array) -> PerLayer: ...

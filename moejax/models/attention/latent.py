@@ -70,7 +70,7 @@ class LatentAttention:
             q[..., nope:],
             stack.frequencies(i),
         )
-        places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
+        places = KVPlaces(tokens.positions, tokens.pages, stack.page_layer(i))
         write = WriteOptions(
             page, stack.attention_factor, NORM_EPS, self.rope_interleave, stack.ops.latent_write
         )
@@ -90,7 +90,7 @@ class LatentAttention:
                 implementation=stack.ops.head_linear,
             )
 
-        layer = stack.first_layer + i
+        layer = stack.page_layer(i)
         out = tokens.attention(
             by_head(q[..., :nope], (0, nope), True),
             arena,

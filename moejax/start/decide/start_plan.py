@@ -243,7 +243,7 @@ def divide(
     seqs, _, length = limits_of(settings, model, device)
     whole = _arena_bytes(settings, model, platform)
     # Slots of the window, in the part of the arena that KV of every sequence leaves.
-    pages = seqs * -(-length // layout.page.block_size)
+    pages = seqs * layout.page.pages(length)
     left = memory.available if whole is None and memory is not None else whole
     if left is not None:
         left -= -(-pages // layout.pages_per_slot) * layout.slot_bytes

@@ -81,7 +81,7 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         how = f"{experts} slots: {_describe_sharing(engine)}"
         parts.insert(0, line("experts", experts * size, how))
     blocks.append(_block(line("arena", total, owner), *parts, rest=("free", "given to neither")))
-    tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
+    tokens = f"{pages} pages of {page.block_size} tokens, {page.tokens(pages)} in all"
     ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
     held = line("KV pages", pages * page.nbytes, tokens)
     blocks.append(_block(line("KV", kv * size), held, rest=("ends of slots", ends)))

@@ -194,8 +194,8 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         page_bytes=page.nbytes,
         page_tokens=page.block_size,
         pages_per_slot=slots.pages_per_slot,
-        kv_token_bytes=page.nbytes // page.block_size,
-        kv_sequence_bytes=-(-config.max_position_embeddings // page.block_size) * page.nbytes,
+        kv_token_bytes=page.nbytes * (page.windows.count(None) or page.groups) // page.block_size,
+        kv_sequence_bytes=page.pages(config.max_position_embeddings) * page.nbytes,
         max_model_len=config.max_position_embeddings,
     )
 
@@ -255,8 +255,8 @@ def fit(
         arena_bytes=arena,
         resident_experts=budget.expert_slots,
         resident_share=budget.expert_slots / (info.moe_layers * info.experts),
-        kv_tokens=budget.pages * slots.page.block_size,
-        sequences=budget.pages // -(-context // slots.page.block_size),
+        kv_tokens=slots.page.tokens(budget.pages),
+        sequences=budget.pages // slots.page.pages(context),
     )
 
 

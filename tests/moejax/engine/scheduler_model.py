@@ -1,7 +1,8 @@
 """The scheduler over a model of the device: pages hold, for each token, a digest of it, its path
 and the one before, and the next token is a digest of all that a sequence's pages hold. So a page
 that is missing, stale, shared wrongly or computed by the other path shows as another token, in a
-hundredth of the time that a model would need."""
+hundredth of the time that a model would need. Layers with a window are a group of pages of their
+own, of which only what the window shows is digested."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
-from host_offload.memory.layout import slot_layout
+from host_offload.memory.layout import Window, slot_layout
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import ScheduledWork
 from moejax.requests.request import Request
@@ -26,6 +27,12 @@ CHUNK = 64
 LAYOUT = slot_layout(
     hidden=64, width=64, itemsize=2, layers=1, rows_per_token=2, row_values=64, block_size=BLOCK
 )
+WINDOWS = {
+    "none": (None,),
+    "all": (Window(40),),
+    "alternating": (None, Window(40)),
+    "chunked": (Window(128, chunked=True), None, Window(1)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +58,13 @@ class Device:
     def __init__(
         self, *, pages: int, rows: int, prefill_chunks: int, max_model_len: int, **options
     ):
+        self.windows = options.pop("windows", (None,))
+        page = dataclasses.replace(LAYOUT.page, windows=self.windows)
+        layout = dataclasses.replace(LAYOUT, page=page)
+        pages *= len(self.windows)
         per_slot = LAYOUT.pages_per_slot
         slots = -(-pages // per_slot)
-        arena = options.pop("arena", None) or SlotArena(LAYOUT, slots, 1, 1, 1)
+        arena = options.pop("arena", None) or SlotArena(layout, slots, 1, 1, 1)
         arena.grant_kv_slots(slots)
         # Slots hold several pages; what is left of the last one is nobody's.
         self.spare = arena.allocate_pages(slots * per_slot - pages)
@@ -140,18 +151,40 @@ class Device:
                 self.tokens[request.row] = request.output[-1]
         sampled: dict[int, int] = {}
 
-        def at(row, position):
-            value = self.pages[int(table[row, position // BLOCK])][position % BLOCK]
+        blocks = self.scheduler.table_blocks
+
+        def place(row, position, group):
+            return int(table[row, group * blocks + position // BLOCK]), position % BLOCK
+
+        def at(row, position, group):
+            page, offset = place(row, position, group)
+            value = self.pages[page][offset]
             assert value is not None, f"position {position} of row {row} was never written"
             return value
 
-        def put(row, position, token, path):
-            before = at(row, position - 1) if position else 0
-            page = self.pages.setdefault(int(table[row, position // BLOCK]), [None] * BLOCK)
-            page[position % BLOCK] = _number((before, token, path))
+        def first(position, group):
+            window = self.windows[group]
+            return 0 if window is None else window.first(position)
 
-        def digest(row, length):
-            return _number([at(row, position) for position in range(length)]) % 97
+        def put(row, position, token, path):
+            # What the token sees last and first, in every group.
+            seen = [
+                (at(row, position - 1, group), at(row, first(position, group), group))
+                for group in range(len(self.windows))
+                if first(position, group) < position
+            ]
+            for group in range(len(self.windows)):
+                page, offset = place(row, position, group)
+                of_page = self.pages.setdefault(page, [None] * BLOCK)
+                of_page[offset] = _number((seen, token, path, group))
+
+        def digest(row, length, start):
+            """Of what a step from `start` on reads."""
+            seen = [
+                [at(row, position, group) for position in range(first(start, group), length)]
+                for group in range(len(self.windows))
+            ]
+            return _number(seen) % 97
 
         for chunk in work.chunks:
             assert chunk.start % CHUNK == 0
@@ -162,11 +195,11 @@ class Device:
                 put(chunk.row, position, token, "prompt")
         for chunk in work.chunks:
             if chunk.samples:
-                sampled[chunk.row] = digest(chunk.row, chunk.start + chunk.length)
+                sampled[chunk.row] = digest(chunk.row, chunk.start + chunk.length, chunk.start)
         for row, request in work.rows:
             put(row, request.computed - 1, self.tokens[row], "generated")
         for row, request in work.rows:
-            sampled[row] = digest(row, request.computed)
+            sampled[row] = digest(row, request.computed, request.computed - 1)
         for row, token in sampled.items():
             self.tokens[row] = token
         return sampled

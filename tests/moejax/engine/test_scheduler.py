@@ -11,7 +11,7 @@ from moejax.engine.scheduler import HELD_STEPS
 from moejax.engine.statistics import kv_stats
 from moejax.errors import UserError
 from moejax.requests.sessions import common_prefix
-from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, Device, Turn, run
+from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, WINDOWS, Device, Turn, run
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -53,12 +53,12 @@ FORKS = [
 ]
 
 
-def alone(turns: list[Turn], outputs: list) -> list[list[int]]:
+def alone(turns: list[Turn], outputs: list, windows: tuple = (None,)) -> list[list[int]]:
     """Each request by itself, sessions alone with their turns in order, everything fitting."""
     expected: list[list[int]] = [[] for _ in turns]
     for name in {t.session for t in turns if t.session is not None}:
         of_session = [i for i, t in enumerate(turns) if t.session == name]
-        device = Device(pages=512, **SMALL)
+        device = Device(pages=512, windows=windows, **SMALL)
         kept = [turns[i] for i in of_session if outputs[i].finish_reason != "abort"]
         done = run(device, [Turn(t.prompt, t.max_tokens, name, rewrite=t.rewrite) for t in kept])
         results = iter(done)
@@ -67,28 +67,31 @@ def alone(turns: list[Turn], outputs: list) -> list[list[int]]:
                 expected[i] = next(results).output
     for i, turn in enumerate(turns):
         if turn.session is None:
-            device = Device(pages=512, **SMALL)
+            device = Device(pages=512, windows=windows, **SMALL)
             prompt = tuple(outputs[i].prompt)
             expected[i] = run(device, [Turn(prompt, turn.max_tokens)])[0].output
     return expected
 
 
-def check_against_alone(turns: list[Turn], requests: list) -> None:
-    for turn, request, tokens in zip(turns, requests, alone(turns, requests), strict=True):
+def check_against_alone(turns: list[Turn], requests: list, windows: tuple = (None,)) -> None:
+    expected = alone(turns, requests, windows)
+    for turn, request, tokens in zip(turns, requests, expected, strict=True):
         if request.finish_reason == "abort" and turn.session is None:
             assert request.output == tokens[: len(request.output)]
         elif request.finish_reason != "abort":
             assert request.output == tokens
 
 
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_workloads_change_no_token(seed):
+def test_random_workloads_change_no_token(seed, windows):
     rng = np.random.default_rng(seed)
     turns = workload(rng, 24)
     # 32 pages of 16: one request of the largest kind fits, eight do not.
-    device = Device(pages=int(rng.integers(32, 50)), admission=1 + seed % 3, **SMALL)
+    given = {"pages": int(rng.integers(32, 50)), "windows": WINDOWS[windows], **SMALL}
+    device = Device(admission=1 + seed % 3, **given)
     requests = run(device, turns)
-    check_against_alone(turns, requests)
+    check_against_alone(turns, requests, WINDOWS[windows])
     stats = kv_stats(device.scheduler)
     for name in [s.session_id for s in device.scheduler.sessions.all]:
         device.scheduler.sessions.end(name)
@@ -113,6 +116,20 @@ def test_the_workloads_reach_what_they_are_for():
                 totals[name] = totals.get(name, 0) + value
     for name in ("preemptions", "prefix_hit_tokens", "session_hit_tokens", "sessions_evicted"):
         assert totals[name] > 0, name
+
+
+def test_pages_behind_a_window_come_back():
+    device = Device(pages=64, windows=WINDOWS["alternating"], **SMALL)
+    held = []
+    device.add([5] * 300, Turn((), 100, "a"))
+    while not device.scheduler.idle:
+        device.step()
+        held.append([group["pages"] for group in kv_stats(device.scheduler)["page_groups"]])
+    whole, windowed = zip(*held, strict=True)
+    assert whole[-1] == max(whole) > 18 and max(windowed) == 16, "a step of 4 chunks"
+    assert windowed[-1] <= 7, "the session keeps what its next turn reads"
+    assert device.scheduler.counts["pages_behind_windows"] >= whole[-1] - 7
+    device.scheduler.check(412, 100)  # 32 pages of all tokens, 12 of the window
 
 
 def test_pages_that_are_not_brought_back_are_found(monkeypatch):

@@ -90,7 +90,7 @@ def assert_same(recorded: list[Recorded], solo: list[Recorded]) -> None:
 def test_memory_and_company_change_no_bit(llm, solo, cells):
     """Every step is followed by the integrity check (no stale read, contract 2)."""
     arena, layers = llm.engine.scheduler.arena, llm.engine.runner.tables.address.shape[0]
-    pages = -(-LIMITS["max_model_len"] // arena.layout.page.block_size)
+    pages = arena.layout.page.pages(LIMITS["max_model_len"])
     set_budget(llm, (cells * layers)[:layers], -(-pages // arena.layout.pages_per_slot), "lfu")
     before = kv_stats(llm.engine.scheduler)
     assert_same(run(llm, JOBS), solo)
