@@ -210,21 +210,21 @@ class ModelConfig:
 
         def cost(size: int) -> tuple[bool, int, int]:
             held = per_group(size)
-            if not all(held.values()):
-                return True, 0, 0
             groups = {key: -(-len(layers) // held[key]) for key, layers in alike.items()}
             tokens = sum(
                 n * min(key[1].tokens if key[1] else TYPICAL_TOKENS, TYPICAL_TOKENS)
                 for key, n in groups.items()
             )
-            return sum(groups.values()) > MOST_GROUPS, size * tokens, size
+            count = sum(groups.values())
+            return count > MOST_GROUPS, size * tokens, count
 
         sizes = {
             values[key] * count
             for key, layers in alike.items()
             for count in range(1, len(layers) + 1)
         }
-        held = per_group(min(sizes, key=cost))
+        least = max(values.values())
+        held = per_group(min((size for size in sizes if size >= least), key=cost))
         groups = []
         for (page, window), layers in alike.items():
             # As equal as can be, so that no group is nearly empty.
