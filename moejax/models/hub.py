@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import pathlib
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.errors import UserError
@@ -16,35 +19,40 @@ WORDS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.js
 TEMPLATES = ("chat_template*", "*.jinja")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """Files of weights. consolidated*.safetensors, *.bin and *.gguf would repeat the same weights."""
+GGUF = ("*.gguf",)
 
 SPARE_BYTES = 1 << 30
 """Bytes of the disk that a download leaves free."""
 
-_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w./-]+))?")
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")
 
 
 def model_directory(
     model: str | os.PathLike[str], *, config_only: bool = False
 ) -> str | os.PathLike[str]:
     """The checkpoint that a user names. "demo" is the one in the package. NAME/NAME[@REVISION] is a
-    model of the hub, unless a path has that name. Any other value is a path and returned unchanged.
+    model of the hub, and with :FILE.gguf or :Q4_K_M one of its GGUF files, unless a path has that
+    name. Any other value is a path and returned unchanged.
 
     - `config_only`: downloads only config.json of a model of the hub.
 
-    Raises UserError as fetch_model.
+    Raises UserError as fetch_model and fetch_gguf.
     """
     if model == "demo":
         config = pathlib.Path(str(directory.EMBEDDED / "config.json"))
         return config.resolve().parent  # an installer may make links
     if not is_hub_id(model):
         return model
+    if ":" in str(model):
+        return fetch_gguf(str(model), cached=config_only)
     found = fetch_model(str(model), config_only=config_only)
     return found / "config.json" if config_only else found
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
-    """Whether this is NAME/NAME or NAME/NAME@REVISION, the form of the hub's names, and not a path
-    of this machine."""
+    """Whether this is NAME/NAME[@REVISION][:GGUF], the form of the hub's names, and not a path of
+    this machine."""
     found = isinstance(model, str) and _ID.fullmatch(model)
     return bool(found) and not pathlib.Path(str(model)).expanduser().exists()
 
@@ -61,35 +69,120 @@ def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
     safetensors, too little room on the disk, and files that are not in the cache without a network
     (or with HF_HUB_OFFLINE=1).
     """
-    import huggingface_hub
+    repository, options, _ = _options(hub_id)
+    patterns = CONFIG if config_only else (*CONFIG, *WORDS, *TEMPLATES, *WEIGHTS)
+    found = _cached(repository, allow_patterns=[*patterns], **options)
+    if found is not None and _is_whole(found, config_only):
+        return found
+    files = _list_files(hub_id, patterns)
+    _check_files(hub_id, files, config_only)
+    return _download(hub_id, files)
+
+
+def fetch_gguf(hub_id: str, *, cached: bool = False) -> pathlib.Path:
+    """Downloads a GGUF file of a hub's model, or all files of one that is split. Returns the path
+    of the first in the hub's cache. Files in the cache need no network.
+
+    - `hub_id`: NAME/NAME[@REVISION]:WHICH, with a file's name, or what llama.cpp's `-hf` takes: how
+      the weights are quantized, as in Q4_K_M, with which the file's name or folder ends.
+    - `cached`: downloads nothing.
+
+    Raises UserError as fetch_model, for no such file and for several, and with `cached` for one
+    that is not in the cache.
+    """
+    repository, options, which = _options(hub_id)
+    if (found := _cached(repository, allow_patterns=[], **options)) is not None:
+        names = [path.relative_to(found).as_posix() for path in found.rglob(*GGUF)]
+        with contextlib.suppress(UserError):
+            return found / _choose_gguf(hub_id, which, names)[0]
+    if cached:
+        raise UserError(
+            f"{hub_id}: not in the hub's cache, and a GGUF file has its config inside; download it "
+            "first (any run does)"
+        )
+    files = _list_files(hub_id, GGUF)
+    chosen = _choose_gguf(hub_id, which, [file.filename for file in files])
+    return _download(hub_id, [file for file in files if file.filename in chosen]) / chosen[0]
+
+
+def _options(hub_id: str) -> tuple[str, dict[str, Any], str]:
+    """The repository, options of snapshot_download, and the GGUF file that is meant."""
     from huggingface_hub import constants
 
-    repository, _, revision = hub_id.partition("@")
-    patterns = CONFIG if config_only else (*CONFIG, *WORDS, *TEMPLATES, *WEIGHTS)
-    options: dict[str, Any] = {
-        "revision": revision or None,
-        "allow_patterns": list(patterns),
-        "cache_dir": constants.HF_HUB_CACHE,
-    }
+    found = _ID.fullmatch(hub_id)
+    assert found is not None, "is_hub_id"
+    repository, revision, which = found.groups()
+    return repository, {"revision": revision, "cache_dir": constants.HF_HUB_CACHE}, which or ""
+
+
+def _cached(repository: str, **options: Any) -> pathlib.Path | None:
+    """The directory in the hub's cache, which may lack files; None: there is none."""
+    import huggingface_hub
+
     try:
         found = huggingface_hub.snapshot_download(repository, local_files_only=True, **options)
-        if _is_whole(pathlib.Path(found), config_only):
-            return pathlib.Path(found)
-    except (OSError, ValueError):  # the cache lacks some or all files
-        pass
+    except (OSError, ValueError):
+        return None
+    return pathlib.Path(found)
+
+
+def _list_files(hub_id: str, patterns: Sequence[str]) -> list[Any]:
+    """The hub's files with these names."""
+    import huggingface_hub
+
+    repository, options, _ = _options(hub_id)
+    with _hub_errors(hub_id):
+        return huggingface_hub.snapshot_download(
+            repository, dry_run=True, allow_patterns=[*patterns], **options
+        )
+
+
+def _download(hub_id: str, files: Sequence[Any]) -> pathlib.Path:
+    """Downloads files of _list_files. Returns the directory."""
+    import huggingface_hub
+
+    repository, options, _ = _options(hub_id)
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    _check_room(hub_id, pathlib.Path(options["cache_dir"]), missing)
+    names = [glob.escape(file.filename) for file in files]
+    with _hub_errors(hub_id):
+        found = huggingface_hub.snapshot_download(repository, allow_patterns=names, **options)
+    return pathlib.Path(found)
+
+
+@contextlib.contextmanager
+def _hub_errors(hub_id: str) -> Iterator[None]:
+    """Raises the hub's errors as UserError."""
     try:
-        files = huggingface_hub.snapshot_download(repository, dry_run=True, **options)
-        _check_files(hub_id, files, config_only)
-        missing = sum(file.file_size or 0 for file in files if file.will_download)
-        _check_room(hub_id, pathlib.Path(constants.HF_HUB_CACHE), missing)
-        found = huggingface_hub.snapshot_download(repository, **options)
-    except UserError:
-        raise
+        yield
     except Exception as error:
         raise UserError(
             f"{hub_id}: no such directory, and as a model of the Hugging Face hub: {_why(error)}"
         ) from error
-    return pathlib.Path(found)
+
+
+def _choose_gguf(hub_id: str, which: str, names: Sequence[str]) -> list[str]:
+    """The names of the files that `which` means, in order."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if "mmproj" not in name:  # of images
+            models.setdefault(_PART.sub("", name.removesuffix(".gguf")), []).append(name)
+    if which.endswith(".gguf"):
+        wanted = re.compile(re.escape(_PART.sub("", which.removesuffix(".gguf"))))
+    else:
+        wanted = re.compile(rf"(.*[-._/])?{re.escape(which)}(/[^/]*)?", re.IGNORECASE)
+    found = [files for model, files in models.items() if wanted.fullmatch(model)]
+    if len(found) != 1:
+        known = ", ".join(f"{hub_id.rpartition(':')[0]}:{files[0]}" for files in models.values())
+        raise UserError(
+            f"{hub_id}: {len(found) or 'no'} GGUF files of the hub's model are {which}; "
+            f"name one: {known or 'it has none'}"
+        )
+    (files,) = found
+    part = _PART.search(files[0].removesuffix(".gguf"))
+    if part is not None and len(files) != int(part[1]):
+        raise UserError(f"{hub_id}: {len(files)} of {int(part[1])} files of {files[0]} are there")
+    return files
 
 
 def _is_whole(snapshot: pathlib.Path, config_only: bool) -> bool:
@@ -106,15 +199,20 @@ def _is_whole(snapshot: pathlib.Path, config_only: bool) -> bool:
     return all((snapshot / str(shard)).is_file() for shard in shards)
 
 
-def _check_files(hub_id: str, files: Any, config_only: bool) -> None:
-    names = [file.filename for file in files]
+def _check_files(hub_id: str, files: Sequence[Any], config_only: bool) -> None:
+    names, lacks = [file.filename for file in files], None
     if "config.json" not in names:
-        raise UserError(f"{hub_id}: this model of the hub has no config.json at its top")
-    if not config_only and not any(name.endswith(".safetensors") for name in names):
-        raise UserError(
-            f"{hub_id}: this model of the hub has no model.safetensors; moejax reads no other "
-            "format, look for one whose files are .safetensors"
+        lacks = "config.json at its top"
+    elif not config_only and not any(name.endswith(".safetensors") for name in names):
+        lacks = "model.safetensors"
+    if lacks is not None:
+        others = [file.filename for file in _list_files(hub_id, GGUF)]
+        look = (
+            f"name one of its GGUF files, as in {hub_id}:{others[0]}"
+            if others
+            else ("look for one whose files are .safetensors or .gguf")
         )
+        raise UserError(f"{hub_id}: this model of the hub has no {lacks}; {look}")
 
 
 def _check_room(hub_id: str, cache: pathlib.Path, nbytes: int) -> None:

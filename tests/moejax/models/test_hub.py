@@ -21,12 +21,13 @@ COMMIT = "a" * 40
 RUN = """
 import sys, shutil
 from moejax.errors import UserError
-from moejax.models.hub import fetch_model
+from moejax.models.hub import model_directory
 if len(sys.argv) > 3:  # a full disk
     usage = shutil.disk_usage("/")
     shutil.disk_usage = lambda place: usage._replace(free=int(sys.argv[3]))
 try:
-    print(fetch_model(sys.argv[1], config_only=sys.argv[2] == "config"))
+    found = model_directory(sys.argv[1], config_only=sys.argv[2] == "config")
+    print(str(found).removesuffix("/config.json"))
 except UserError as error:
     print("refused:", error)
 """
@@ -78,7 +79,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             siblings = [{"rfilename": name, "size": len(body)} for name, body in files.items()]
             about = {"id": "org/demo", "modelId": "org/demo", "sha": COMMIT, "siblings": siblings}
             return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
-        body = files.get(path.rpartition("/")[2])
+        body = files.get(path.partition("/resolve/")[2].partition("/")[2])
         if body is None:
             return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
@@ -189,9 +190,60 @@ def test_what_is_no_model_is_refused_before_a_download(hub, tmp_path, files, mes
     assert message in fetch(hub, tmp_path, "org/demo")
 
 
+GGUF = [
+    "demo-Q4_K_M.gguf",
+    "demo-Q8_0.gguf",
+    *(f"UD-Q6_K/demo-UD-Q6_K-0000{part}-of-00002.gguf" for part in (1, 2)),
+    "mmproj-Q8_0.gguf",
+]
+
+
+@pytest.mark.parametrize(
+    ("which", "found"),
+    [("q8_0", [1]), ("demo-Q4_K_M.gguf", [0]), ("UD-Q6_K", [2, 3]), ("Q6_K", [2, 3])],
+)
+def test_gguf_files_are_downloaded_once(hub, tmp_path, which, found):
+    hub.files = {name: name.encode() for name in GGUF}
+    path = Path(fetch(hub, tmp_path, f"org/demo@main:{which}"))
+    assert str(path).endswith(GGUF[found[0]]) and path.read_text() == GGUF[found[0]]
+    (snapshot,) = tmp_path.glob("hub/*/snapshots/*")
+    there = [each for each in snapshot.rglob("*.gguf") if each.is_file()]
+    assert sorted(each.relative_to(snapshot).as_posix() for each in there) == sorted(
+        GGUF[i] for i in found
+    )
+    hub.asked.clear()
+    assert Path(fetch(hub, tmp_path, f"org/demo@main:{which}", offline=True)) == path
+    assert Path(fetch(hub, tmp_path, f"org/demo@main:{which}", "config")) == path
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "message"),
+    [
+        ("org/demo:Q4_K", "all", "no GGUF files of the hub's model are Q4_K; name one: org/demo:U"),
+        (
+            "org/demo:other.gguf",
+            "all",
+            "gguf, org/demo:demo-Q4_K_M.gguf, org/demo:demo-Q8_0.gguf",
+        ),
+        (
+            "org/demo",
+            "all",
+            "no config.json at its top; name one of its GGUF files, as in org/demo:",
+        ),
+        ("org/demo:Q8_0", "config", "not in the hub's cache"),
+        ("org/none:Q8_0", "all", "there is none of this name"),
+    ],
+)
+def test_which_gguf_file_is_meant_is_asked(hub, tmp_path, name, what, message):
+    hub.files = dict.fromkeys(GGUF, b"")
+    assert message in fetch(hub, tmp_path, name, what)
+
+
 def test_ids_and_paths(tmp_path, monkeypatch):
     with contextlib.chdir(tmp_path):
-        assert is_hub_id("org/demo") and is_hub_id("org/demo@refs/pr/1")
+        for name in ("org/demo", "org/demo@refs/pr/1", "org/demo:Q8_0", "org/demo@v1:a/b.gguf"):
+            assert is_hub_id(name)
         for path in ("demo", "/org/demo", "./org/demo", "a/b/c", "org/demo@", Path("org/demo")):
             assert not is_hub_id(path)
         (tmp_path / "org" / "demo").mkdir(parents=True)
