@@ -197,7 +197,8 @@ def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -
     tiers = np.array(cells_per_layer(min(resident + below, every), *shape))
     missed, from_disk = (_warm_misses(trace, held) for held in (cells, tiers))
     steps = [step for step in trace.step_traces() if step.kind != "prefill"]
-    active = np.mean([np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps])
+    used_by = [np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps]
+    active = float(np.mean(used_by))
     references = read_references(trace, "decode")
     used = info.moe_layers * _used_by_prompt(info, batch * prompt)
     absent = max(used - resident, 0.0)
