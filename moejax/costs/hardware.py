@@ -10,7 +10,9 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax.errors import UserError
 
 
@@ -80,5 +82,74 @@ def find_hardware(name: str) -> tuple[str, Hardware]:
     raise UserError(f"gpu {name!r} is not one of {', '.join(HARDWARE)}.{hint}")
 
 
+def is_stated(name: str) -> bool:
+    """Whether the table has the device."""
+    try:
+        find_hardware(name)
+    except UserError:
+        return False
+    return True
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+class Reached(NamedTuple):
+    """The parts of stated rates that runs reach."""
+
+    memory: float
+    link: float
+    matrix: float
+    layer_s: float
+    """Seconds of a layer beside its bytes: launches and the gaps between them."""
+
+
+LOW, LIKELY, HIGH = (
+    Reached(0.6, 0.6, 0.2, 75e-6),
+    Reached(0.8, 0.75, 0.4, 50e-6),
+    Reached(0.95, 0.85, 0.6, 25e-6),
+)
+"""An H200 reached 0.87 of its memory's rate, 0.79 of its link's, and 50 µs
+(docs/research/benchmarks.md). The range around it is a choice."""
+
+DISK = 3.5e9
+"""Bytes a second of a disk, unless they are given."""
+
+CHUNK, TILE = 512, 16
+"""Rows of a tile in prefill and in decode steps of stated costs."""
+
+
+def stated_costs(
+    name: str, *, layers: int, experts: int, top_k: int, expert_bytes: int, rows: int
+) -> CostModel:
+    """Returns the likely costs of a device of the table for routing without a model: experts of two
+    bytes a weight and launches, no dense part.
+
+    - `rows`: most rows of a decode step.
+
+    Raises UserError for a device that is not in the table.
+    """
+    hardware = find_hardware(name)[1]
+    link = hardware.link * LIKELY.link if hardware.link else DISK
+    read = expert_bytes / (hardware.memory_rate * LIKELY.memory)
+    row = expert_bytes / (hardware.matrix_rate * LIKELY.matrix)  # two operations a weight
+    move = {"fill": expert_bytes / link, "read": expert_bytes / link}
+    step = layers * LIKELY.layer_s
+    decode = StepCost(step, 0.0, 0.0, max(read, TILE * row), TILE * row, **move)
+    prefill = StepCost(step, 0.0, 0.0, max(read, CHUNK * row), CHUNK * row, **move)
+    return CostModel(
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        expert_bytes=expert_bytes,
+        chunk=CHUNK,
+        row_tile=TILE,
+        decode={rows: decode},
+        prefill=prefill,
+        control=0.0,
+        recompute_per_token=layers * top_k * row,
+        kv_swap_per_byte=1 / link,
+        link_per_byte=1 / link,
+        about={"stated": name},
+    )

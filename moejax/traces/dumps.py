@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import csv
 import dataclasses
 import io
 import json
@@ -24,6 +25,9 @@ from moejax.errors import UserError
 
 IDS = ("ids", "routed_experts")
 """Names of the array of expert ids, in files and in JSON objects."""
+
+LOGITS = "router_logits"
+"""Name of the array of scores from which the top-k are taken, where a file has no ids."""
 
 PER_TOKEN = ("step", "request", "position", "phase", "user")
 """Names of arrays with a value for each token, all optional."""
@@ -70,7 +74,7 @@ def read_dump(
     path = Path(source)
     if path.is_dir():
         known = "is a trace already" if (path / "trace.json").exists() else "is a directory"
-        raise UserError(f"{path} {known}; convert takes a file of .npy, .npz or .jsonl")
+        raise UserError(f"{path} {known}; convert takes a file of {', '.join(_READERS)}")
     if path.suffix in PICKLES:
         raise UserError(
             f"{path}: pickled files can run code when they are read, so moejax does not; save its "
@@ -82,11 +86,13 @@ def read_dump(
         arrays = _READERS[path.suffix](path, layers, top_k)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not any(name in arrays for name in IDS) and LOGITS in arrays:
+        arrays["ids"] = _choose(arrays[LOGITS], top_k, path)
     name = next((name for name in IDS if name in arrays), None)
     if name is None:
         raise UserError(
-            f"{path}: no array {' or '.join(IDS)} [tokens, layers, k]; it has "
-            f"{', '.join(arrays) or 'none'}"
+            f"{path}: no array {' or '.join(IDS)} [tokens, layers, k], nor {LOGITS} "
+            f"[tokens, layers, experts]; it has {', '.join(arrays) or 'none'}"
         )
     ids = arrays[name]
     if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
@@ -122,6 +128,63 @@ def _numpy(path: Path, layers: int | None, top_k: int | None) -> Arrays:
         raise UserError(
             f"{path} is damaged, cut short or pickled ({error}); write it again with numpy.savez"
         ) from error
+
+
+def _choose(logits: np.ndarray, top_k: int | None, path: Path) -> np.ndarray:
+    """Returns the experts with the highest scores, int64[tokens, layers, k]; of equal ones the
+    first."""
+    if logits.ndim != 3 or logits.dtype.kind != "f" or not np.isfinite(logits).all():
+        raise UserError(
+            f"{path}: {LOGITS} must be finite numbers [tokens, layers, experts], not "
+            f"{logits.dtype}{list(logits.shape)}"
+        )
+    if top_k is None or not 1 <= top_k <= logits.shape[2]:
+        raise UserError(
+            f"{path}: say how many of {logits.shape[2]} experts a token takes (--top-k)"
+        )
+    return np.argsort(-logits, axis=2, kind="stable")[:, :, :top_k]
+
+
+def _table(path: Path, layers: int | None, top_k: int | None) -> Arrays:
+    """Reads a table with a line for each expert of each token and layer: columns token, layer and
+    expert, and any of weight and PER_TOKEN. Tokens are numbered within their request."""
+    numbers: dict[str, list[float]] = {}
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        lines = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        columns = [name for name in lines.fieldnames or () if name in _COLUMNS]
+        if missing := [name for name in _COLUMNS[:3] if name not in columns]:
+            raise UserError(f"{path}: no column {missing[0]}; a table has token, layer and expert")
+        numbers = {name: [] for name in columns}
+        for line in lines:
+            for name, values in numbers.items():
+                try:
+                    values.append(float(line[name]) if name == "weight" else int(line[name]))
+                except (TypeError, ValueError):
+                    kind = "number" if name == "weight" else "whole number"
+                    raise UserError(
+                        f"{path}, line {lines.line_num}: {name} is no {kind}: {line[name]!r:.40}"
+                    ) from None
+    found = {name: np.asarray(values) for name, values in numbers.items()}
+    places = [found[name] for name in ("token", "request", "step") if name in found]
+    order = np.lexsort((found["layer"], *places))
+    found = {name: values[order] for name, values in found.items()}
+    new = np.any([np.diff(place[order], prepend=-1) != 0 for place in places], axis=0)
+    tokens, many, depths = int(new.sum()), len(new), np.unique(found["layer"])
+    depth = len(depths)
+    k, rest = divmod(many, max(tokens * depth, 1))
+    layer = found["layer"].reshape(-1, depth, k) if many and not rest else np.zeros(0)
+    if not many or rest or (layer != depths[:, None]).any():
+        raise UserError(
+            f"{path}: {many} lines are not as many experts for each of {tokens} tokens and "
+            f"{depth} layers; every token needs a line for each of its experts in every layer"
+        )
+    arrays = {"ids": found["expert"].reshape(tokens, depth, k)}
+    if "weight" in found:
+        arrays["weights"] = found["weight"].astype(np.float32).reshape(tokens, depth, k)
+    return arrays | {name: found[name][new] for name in PER_TOKEN if name in found}
+
+
+_COLUMNS = ("token", "layer", "expert", "weight", *PER_TOKEN)
 
 
 def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Arrays:
@@ -236,6 +299,8 @@ _READERS: dict[str, Callable[[Path, int | None, int | None], Arrays]] = {
     ".npy": _numpy,
     ".npz": _numpy,
     ".jsonl": _json_lines,
+    ".csv": _table,
+    ".tsv": _table,
 }
 """Reader of each file suffix. reader(path, layers, top_k) returns arrays with a row per token, by
 the names of IDS, "weights" and PER_TOKEN; it leaves others out."""

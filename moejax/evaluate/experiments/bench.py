@@ -24,6 +24,7 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
+from moejax.costs.hardware import stated_costs
 from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import find_cost_model, identity
@@ -368,10 +369,22 @@ def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: 
 
 
 def _costs(experiment: Experiment, trace: Trace) -> CostModel:
-    """Returns the costs of predicted cells. Raises UserError if none were measured."""
-    file = None if experiment.costs == MEASURE else experiment.costs
+    """Returns the costs of predicted cells: those of a file, or of a device in the table of
+    moejax.costs.hardware. Raises UserError if none were measured."""
+    named = None if experiment.costs == MEASURE else experiment.costs
+    if named is not None and experiment.costs_are_stated:
+        header, spec = trace.header, Terms.of_trace(trace)
+        rows = max(len(step.ids) for step in trace.step_traces())
+        return stated_costs(
+            named,
+            layers=header.layers,
+            experts=header.experts,
+            top_k=header.top_k,
+            expert_bytes=spec.slot_bytes,
+            rows=rows,
+        )
     with user_errors(where="modes: predicted (costs: FILE names what was measured): "):
-        return costs_of_trace(trace, file)
+        return costs_of_trace(trace, named)
 
 
 def _place(cell: Cell) -> Place:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.memory.budget import BudgetError
+from moejax.costs.hardware import is_stated
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, file_digest, read_arm
 from moejax.evaluate.experiments.sources.conversations import (
@@ -182,7 +183,7 @@ KEYS = {field.name: field for field in dataclasses.fields(Definition)}
 
 MEANINGLESS: Mapping[str, Sequence[str]] = {
     "routing": (
-        *("model", "texts", "precision", "link_rate", "prompts", "train_prompts"),
+        *("model", "texts", "precision", "prompts", "train_prompts"),
         *("quality_tokens", "options"),
     ),
     "conversations": (
@@ -253,6 +254,11 @@ class Experiment(Definition):
     def learns(self) -> bool:
         """Whether a policy or a precision learns within the grid, before its runs."""
         return any(each.learns for each in (*self.arms.values(), *self.mixes.values()))
+
+    @property
+    def costs_are_stated(self) -> bool:
+        """Whether `costs` names a device instead of a file."""
+        return self.costs is not None and is_stated(self.costs)
 
     @property
     def stated_prices(self) -> Prices:
@@ -438,7 +444,7 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
             raise UserError(f"{name} are missing; write {name}: {example}")
     talks, routing = found.get("conversations", ()), found.get("routing", ())
     texts = () if talks or routing else found.get("texts", KEYS["texts"].default)
-    if found.get("costs") not in (None, MEASURE):
+    if found.get("costs") not in (None, MEASURE) and not is_stated(found["costs"]):
         found["costs"] = str(home / found["costs"])
     found["options"] = found.get("options", {})
     found["baseline"] = found.get("baseline") or found["policies"][0]
@@ -510,8 +516,19 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
         "many, which then run batch by batch",
     )
     yield (
-        asked.costs not in (None, MEASURE) and not Path(str(asked.costs)).is_file(),
-        f"costs: there is no file {asked.costs}; moejax calibrate makes one",
+        asked.costs not in (None, MEASURE)
+        and not asked.costs_are_stated
+        and not Path(str(asked.costs)).is_file(),
+        f"costs: there is no file {asked.costs}; moejax calibrate makes one, and a device such as "
+        "rtx4090 has stated ones",
+    )
+    yield (
+        asked.costs_are_stated and not asked.routing,
+        f"costs: those of {asked.costs} are for routing without a model; name a file",
+    )
+    yield (
+        asked.routing and asked.link_rate != (NO_LINK,) and "predicted" not in asked.modes,
+        "link_rate changes no count of a simulation; write modes: [predicted]",
     )
     yield (
         "predicted" in asked.modes and len(asked.precision) > 1,

@@ -248,9 +248,25 @@ def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
     return parsed_lines(path, data, "no record", advice, frozenset())
 
 
+GROWING = ("policies", "budgets", "seeds", "link_rate", "modes", "routing")
+"""Axes of a grid that may get more values once it has records, which stay right."""
+
+
+def _grown(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a definition asks for all runs of another one, and for more."""
+    fixed = {*before, *now} - {*GROWING, "repeats", "files"}
+    return (
+        all(before.get(name) == now.get(name) for name in fixed)
+        and all({*before[name]} <= {*now[name]} for name in GROWING)
+        and before["repeats"] <= now["repeats"]
+        and before["files"].items() <= now["files"].items()
+    )
+
+
 def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
-    """Writes the definition into a new directory of results. For an existing directory, raises
-    UserError unless it has the same definition, saying what differs."""
+    """Writes the definition into a directory of results that has no records, or records of a part
+    of this grid. Otherwise raises UserError unless it has the same definition, saying what
+    differs."""
     path, now = directory / DEFINITION, json.loads(json.dumps(asked))
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -265,6 +281,11 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
             os.replace(written, path)
             return
         before = dict(json.loads(path.read_text()))
+        if before != now:
+            with open_records(directory / RECORDS) as records:
+                if not records.lines or _grown(before, now):
+                    path.write_text(json.dumps(now, indent=1) + "\n")
+                    return
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, UserError):
             raise

@@ -22,30 +22,11 @@ from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.generators import routing_generator
 from host_offload.traces.reader import Trace, TraceError, read_trace
-from moejax.costs.hardware import Hardware
+from moejax.costs.hardware import DISK, HIGH, LIKELY, LOW, Hardware
 from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
 from moejax.start.report.model_info import ModelInfo, fit, model_info
 from moejax.traces.generated_traces import write_generated_trace
-
-
-class Reached(NamedTuple):
-    """The parts of stated rates that runs reach."""
-
-    memory: float
-    link: float
-    matrix: float
-    layer_s: float
-    """Seconds of a layer beside its bytes: launches and the gaps between them."""
-
-
-LOW, LIKELY, HIGH = (
-    Reached(0.6, 0.6, 0.2, 75e-6),
-    Reached(0.8, 0.75, 0.4, 50e-6),
-    Reached(0.95, 0.85, 0.6, 25e-6),
-)
-"""An H200 reached 0.87 of its memory's rate, 0.79 of its link's, and 50 µs
-(docs/research/benchmarks.md). The range around it is a choice."""
 
 STEPS, COLD, PROMPTS = 96, 16, 512
 """Of generated routing: decode steps, how many of them do not count, and tokens of all prompts,
@@ -70,7 +51,7 @@ class Machine:
     """Bytes of the device for the model."""
     host_memory: int | None = None
     """Bytes; None: all experts fit. A CPU has `memory` alone."""
-    disk: float = 3.5e9
+    disk: float = DISK
     """Bytes a second."""
 
 

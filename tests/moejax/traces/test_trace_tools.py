@@ -95,6 +95,23 @@ DUMPS = {
         + "\n",
         dict(layers=LAYERS, top_k=K),
     ),
+    "table": Dump(
+        "a.csv",
+        "layer,token,expert,phase\n"
+        + "".join(
+            f"{layer},{token},{expert},{int(token >= PROMPT)}\n"
+            for layer, token in itertools.product(range(LAYERS), range(TOKENS))
+            for expert in IDS[token, layer]
+        ),
+    ),
+    "scores": Dump(
+        "a.npz",
+        dict(
+            router_logits=(IDS[..., None] == np.arange(E)).any(axis=-2).astype(np.float32),
+            phase=np.arange(TOKENS) >= PROMPT,
+        ),
+        dict(top_k=K),
+    ),
     "dense layer": Dump(
         "a.npy",
         np.concatenate([np.zeros_like(IDS[:, :1]), IDS], axis=1),
@@ -188,7 +205,21 @@ def plain(**fields) -> str:
 
 BAD = {
     "pickle": (Dump("a.pt", "x"), {}, "pickled files can run code"),
-    "name": (Dump("a.csv", "x"), {}, "is one of .npy, .npz, .jsonl"),
+    "name": (Dump("a.txt", "x"), {}, "is one of .npy, .npz, .jsonl, .csv, .tsv"),
+    "column": (Dump("a.csv", "token,layer\n0,0\n"), {}, "no column expert"),
+    "cell": (Dump("a.tsv", "token\tlayer\texpert\n0\t0\tx\n"), {}, "line 2: expert is no whole"),
+    "hole": (
+        Dump("a.csv", "token,layer,expert\n0,0,1\n0,1,1\n1,0,1\n1,0,2\n"),
+        {},
+        "not as many experts for each of 2 tokens and 2 layers",
+    ),
+    "no lines": (Dump("a.csv", "token,layer,expert\n"), {}, "0 lines are not"),
+    "no k": (Dump("a.npz", dict(router_logits=np.zeros((2, 3, E)))), {}, "--top-k"),
+    "nan": (
+        Dump("a.npz", dict(router_logits=np.full((2, 3, E), np.nan))),
+        dict(top_k=2),
+        "must be finite numbers",
+    ),
     "no zip": (Dump("a.npz", "PK\x03\x04 cut"), {}, "damaged, cut short or pickled"),
     "no ids": (Dump("a.npz", dict(x=IDS)), {}, r"no array ids or routed_experts"),
     "flat": (Dump("a.npy", IDS[:, 0]), {}, r"\[tokens, layers, k\], not int16\[12, 4\]"),

@@ -31,6 +31,7 @@ class GeneratedRouting:
     kind: str | None
     """A kind of host_offload.traces.generators; None: the routing is of a trace."""
     settings: Mapping[str, Any]
+    """Of a trace, `expert_bytes` alone."""
     directory: Path | None
     """Directory of the trace; None: the routing is drawn."""
 
@@ -38,7 +39,7 @@ class GeneratedRouting:
         """Returns the trace. Routing that is not there yet is drawn below `root`: one prefill step
         of `prompt` tokens of `batch` sequences, then `output` decode steps."""
         if self.directory is not None:
-            return read_trace(self.directory)
+            return self._complete(read_trace(self.directory))
         assert self.kind is not None
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
         path = root / f"{self.kind}-{digest}-{batch}x{prompt}+{output}-seed{seed}"
@@ -46,33 +47,57 @@ class GeneratedRouting:
             root.mkdir(parents=True, exist_ok=True)
             asked = {"layers": 48, "experts": 128, **self.settings}
             size = asked.pop("expert_bytes", EXPERT_BYTES)
-            about = {
-                "driver": "host",
-                "hidden": 2048,
-                "version_bytes": {"dense": size},
-                **dict.fromkeys(("page_bytes", "kv_floor_bytes", "slot_bytes"), size),
-                "page_tokens": 16,
-                "slots": asked["layers"] * asked["experts"] + 1,
-                "shapes": {"blocks": 1},
-            }
+            about = _arena(asked["layers"], asked["experts"], size)
             asked |= {"sequences": batch, "tokens": prompt + output, "prompt_tokens": prompt}
             write_generated_trace(path, self.kind, **asked, seed=seed, about=about)
         return read_trace(path)
 
+    def _complete(self, trace: Trace) -> Trace:
+        """Returns the trace, with an arena in its spec if no engine wrote it."""
+        header = trace.header
+        if "slots" in header.spec:
+            if self.settings:
+                raise UserError(f"routing {self.name!r}: an engine wrote it, with its bytes")
+            return trace
+        known = header.spec.get("version_bytes", {}).get("dense", EXPERT_BYTES)
+        size = self.settings.get("expert_bytes", known)
+        spec = {"seed": 0, **header.spec, **_arena(header.layers, header.experts, size)}
+        return dataclasses.replace(trace, header=dataclasses.replace(header, spec=spec))
+
+
+def _arena(layers: int, experts: int, expert_bytes: int) -> dict[str, Any]:
+    """Returns what policies are told of an arena that holds every expert and one page."""
+    return {
+        "driver": "host",
+        "hidden": 2048,
+        "version_bytes": {"dense": expert_bytes},
+        **dict.fromkeys(("page_bytes", "kv_floor_bytes", "slot_bytes"), expert_bytes),
+        "page_tokens": 16,
+        "slots": layers * experts + 1,
+        "shapes": {"blocks": 1},
+    }
+
 
 def read_routing(text: str, home: Path) -> GeneratedRouting:
     """Reads the routing that `text` names: KIND or KIND,KEY=VALUE…, which is drawn, or the
-    directory of a trace from `home`. Raises UserError for other text, saying what to write."""
+    directory of a trace from `home`, with expert_bytes=N for one that another program recorded.
+    Raises UserError for other text, saying what to write."""
     if text.partition(",")[0] in KINDS:
         with user_errors(where=f"routing {text!r}: "):
             found = parse_option("routing", text, dict.fromkeys(KINDS, _SETTINGS))
         return GeneratedRouting(text, found.name, found.settings, None)
-    directory = (home / text).resolve()
+    path, _, size = text.partition(",expert_bytes=")
+    directory = (home / path).resolve()
     if not directory.is_dir():
         raise UserError(
             f"routing {text!r} is none of {', '.join(KINDS)}, with settings as in "
             f'"{KINDS[0]},layers=12", and no directory of a trace (looked for {directory})'
         )
+    settings = {}
+    if size:
+        with user_errors(where=f"routing {text!r}: expert_bytes "):
+            settings = {"expert_bytes": whole(1)(size)}
+    found = GeneratedRouting(text, None, settings, directory)
     with user_errors(where=f"routing {text!r}: "):
-        read_trace(directory)
-    return GeneratedRouting(text, None, {}, directory)
+        found.trace(home, 0, 0, 0, 0)
+    return found

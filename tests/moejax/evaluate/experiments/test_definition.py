@@ -113,6 +113,11 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"policies": ["expert_map_in_step + coactivation"]}, "no policy beside it that looks"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
+        ({"costs": "rtx4090"}, "are for routing without a model"),
+        (
+            {"routing": ["zipf"], "modes": ["simulated"], "link_rate": "1GB/s"},
+            "link_rate changes no count of a simulation",
+        ),
         ({"prompts": 1, "batch": 2}, "prompts: 1 are fewer than a batch of 2"),
         ({"link_rate": ["none", "none"]}, "link_rate has a value twice"),
         ({"policies": ["promoe=x,a=1"]}, "promoe=PATH, which has its own settings, has no setting"),

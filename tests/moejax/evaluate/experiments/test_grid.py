@@ -158,6 +158,8 @@ def test_a_grid_goes_on_with_the_same_weights_only(tmp_path, demo_dir):
     given = {"model": str(model), "policies": ["lru"], "budgets": ["50%"], "prompt_tokens": 8}
     require_same(tmp_path / "out", read_experiment(given).asked)
     require_same(tmp_path / "out", read_experiment(given).asked)
+    with open_records(tmp_path / "out" / "records.jsonl") as records:
+        records.append({"error": None})
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-2] + b"xy")
     with pytest.raises(UserError, match=r"files was .*weights.* and is"):

@@ -2,7 +2,9 @@
 the simulator has something to compare with."""
 
 import dataclasses
+import shutil
 
+import numpy as np
 import pytest
 
 import moejax
@@ -12,6 +14,7 @@ from moejax.costs.store import cost_file, write_cost_model
 from moejax.errors import UserError
 from moejax.evaluate.experiments import bench, grid
 from moejax.evaluate.experiments.report.tables import tables_of
+from moejax.traces.conversion import convert_trace
 from tests.moejax.engine.budget_workload import COSTS
 
 FORESTS = "expertflow=train,trees=2,leaves=8,reach=1,pool=false"
@@ -161,6 +164,44 @@ def test_a_trace_is_routing_too(drawn, tmp_path):
     taught = given | {"routing": [str(path)], "policies": ["lru", "static=train"]}
     with pytest.raises(UserError, match="one trace, which policies are compared on"):
         moejax.ablate(taught, tmp_path / "other", progress=False)
+
+
+def test_a_converted_trace_is_routing_with_stated_costs(tmp_path):
+    ids = np.argsort(np.random.default_rng(0).random((40, 3, 8)), axis=-1)[..., :2]
+    np.save(tmp_path / "a.npy", ids)
+    convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=8, prompt_tokens=8)
+    given = {
+        "policies": ["lru", "layer-streaming"],
+        "budgets": ["50%"],
+        "routing": [f"{tmp_path / 't'},expert_bytes=1000000"],
+        "modes": ["predicted"],
+        "costs": "rtx3060",
+        "link_rate": ["none", "1GB/s"],
+    }
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert not found.failures
+    rows = {(r["policy"], r["link_rate"]): r for r in found.of_mode("predicted")}
+    lru = rows["lru", "none"]
+    assert lru["decode_bytes"] == lru["decode_misses"] * 1_000_000
+    assert lru["tpot_p50_s"] < rows["lru", "1GB/s"]["tpot_p50_s"]
+    with pytest.raises(UserError, match="expert_bytes"):
+        moejax.ablate(
+            given | {"routing": [f"{tmp_path / 't'},expert_bytes=0"]},
+            tmp_path / "b",
+            progress=False,
+        )
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_finished_grid_grows(drawn, tmp_path):
+    out = shutil.copytree(drawn.directory, tmp_path / "out")
+    more = DRAWN | {"policies": [*DRAWN["policies"], "fifo"], "budgets": ["25%", "50%", "75%"]}
+    grown = moejax.ablate(more, out, progress=False)
+    assert grown.rows[: len(drawn.rows)] == drawn.rows
+    assert len(grown.rows) > len(drawn.rows)
+    assert {row["budget"] for row in grown.rows} == {"25%", "50%", "75%"}
+    with pytest.raises(UserError, match="results of another experiment: budgets"):
+        moejax.ablate(DRAWN, out, progress=False)
 
 
 @pytest.fixture(scope="module")
