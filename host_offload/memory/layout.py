@@ -62,6 +62,8 @@ class PageLayout:
     block_size: int
     windows: tuple[Window | None, ...] = (None,)
     """The window of each group; None: its layers see all tokens."""
+    state_pages: int = 0
+    """Pages that the state of a sequence takes beside its keys and values."""
 
     @property
     def groups(self) -> int:
@@ -87,17 +89,18 @@ class PageLayout:
             most = window.tokens + 2 * PREFILL_STEP
             return min(blocks, -(-most // self.block_size) + 1)
 
-        return sum(map(held, self.windows))
+        return self.state_pages + sum(map(held, self.windows))
 
     def tokens(self, pages: int) -> int:
         """Returns the tokens of the longest sequence that so many pages hold, in whole blocks; of
         all if every group has a window: those of no window."""
         whole = self.windows.count(None) or self.groups
+        pages = max(pages - self.state_pages, 0)
         blocks = pages // self.groups
         most = pages // whole
         while blocks < most:
             middle = (blocks + most + 1) // 2
-            if self.pages(middle * self.block_size) <= pages:
+            if self.pages(middle * self.block_size) <= pages + self.state_pages:
                 blocks = middle
             else:
                 most = middle - 1

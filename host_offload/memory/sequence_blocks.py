@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from host_offload.memory.kv_cache import Block
@@ -12,11 +13,18 @@ class SequenceBlocks:
     """The blocks that hold a sequence's KV: for every `block_size` tokens one of each group of
     pages. Of groups with a window, blocks that no later token sees are None.
 
-    Iterates over the blocks that are held, those of the first tokens first.
+    - `state`: the blocks of the sequence's state, in models with state.
+
+    Iterates over the blocks that are held: those of the state, then of the first tokens first.
     """
 
-    def __init__(self, page: PageLayout, rows: Iterable[list[Block | None]] = ()):
-        self.page = page
+    def __init__(
+        self,
+        page: PageLayout,
+        rows: Iterable[list[Block | None]] = (),
+        state: Sequence[Block] = (),
+    ):
+        self.page, self.state = page, list(state)
         self._rows: list[list[Block | None]] = list(rows)
         self._first = [0] * page.groups
         """The first block of each group that may be held."""
@@ -27,12 +35,13 @@ class SequenceBlocks:
 
     def __iter__(self) -> Iterator[Block]:
         first = min(self._first)
-        return (block for row in self._rows[first:] for block in row if block is not None)
+        blocks = (block for row in self._rows[first:] for block in row if block is not None)
+        return itertools.chain(self.state, blocks)
 
     @property
     def pages(self) -> int:
         """Blocks that are held."""
-        return len(self._rows) * self.page.groups - sum(self._first)
+        return len(self.state) + len(self._rows) * self.page.groups - sum(self._first)
 
     def at(self, index: int) -> list[Block | None]:
         """Returns the blocks of each group for tokens from ``index · block_size`` on."""
@@ -79,8 +88,8 @@ class SequenceBlocks:
         return gone
 
     def split(self, blocks: int) -> tuple[SequenceBlocks, SequenceBlocks]:
-        """Returns the first `blocks` blocks of each group, and the others."""
-        head = SequenceBlocks(self.page, [list(row) for row in self._rows[:blocks]])
+        """Returns the first `blocks` blocks of each group with the state, and the others."""
+        head = SequenceBlocks(self.page, [list(row) for row in self._rows[:blocks]], self.state)
         head._first = [min(first, len(head._rows)) for first in self._first]
         tail = SequenceBlocks(self.page, [list(row) for row in self._rows[blocks:]])
         tail._first = [max(first - blocks, 0) for first in self._first]

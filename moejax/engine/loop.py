@@ -309,8 +309,13 @@ class Engine:
             self.tracer.budget(cells_of(arena), arena.pages, step=step, settled=settled)
 
     def _any_waits(self) -> bool:
-        running = self.scheduler.running.values()
-        return any(request.rules is not None and request.rules.waits for request in running)
+        """Whether the next step must wait for the tokens of the step before: the next token must
+        fit them, or a session's state must not advance past the end of its turn."""
+        return any(
+            (request.rules is not None and request.rules.waits)
+            or (request.session is not None and request.blocks.state)
+            for request in self.scheduler.running.values()
+        )
 
     # ---- the loop
 
@@ -323,8 +328,8 @@ class Engine:
         tokens or finished.
 
         With hooks it reads first: hooks make the dispatch take as long as the step's layers, and
-        tokens would wait for that. It also does so while a running request's next token must fit
-        the one before it, as in structured outputs. Ctrl-C waits for the end of the call. A step
+        tokens would wait for that. It also does so for structured outputs, and for sessions of
+        models with state. Ctrl-C waits for the end of the call. A step
         that fails aborts its requests, and no others.
         """
         with self.undisturbed():

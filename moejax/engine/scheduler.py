@@ -55,7 +55,10 @@ class Scheduler:
         self.block_size = self.page.block_size
         self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
-        self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
+        self.overflow, self.prefixes = (
+            overflow,
+            PrefixCache(cache, prefix_caching and not shapes.state_pages),
+        )
         share = self.prefill_chunks * self.chunk // 4 if prefill_share is None else prefill_share
         self.share_chunks = max(share // self.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
@@ -63,7 +66,8 @@ class Scheduler:
         # The lowest free row is taken first, so that rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
         self.table_blocks = shapes.blocks
-        self.block_table = np.zeros((shapes.rows, self.page.groups * shapes.blocks), np.int32)
+        columns = self.page.groups * shapes.blocks + self.page.state_pages
+        self.block_table = np.zeros((shapes.rows, columns), np.int32)
         self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
         self._prefilled = False
@@ -300,6 +304,10 @@ class Scheduler:
             there = self._free_pages(min(wanted, limit))
             if there and swapped:
                 self.cache.swap_in(request.blocks)
+            if there and len(request.blocks.state) < self.page.state_pages:
+                state = self.cache.allocate(self.page.state_pages)
+                self.cache.pin(state)
+                request.blocks.state = state
         except BaseException:
             self.cache.unpin(request.blocks)
             if request.admitted_pages == 0:
@@ -356,6 +364,9 @@ class Scheduler:
             kv_rows: Any = [0 if b is None else b.row for b in blocks]  # all are on the device
             start = group * self.table_blocks + first
             self.block_table[request.row, start : start + len(blocks)] = kv_rows
+        if state := request.blocks.state:
+            state_rows: Any = [block.row for block in state]
+            self.block_table[request.row, -len(state) :] = state_rows
         self.block_table_version += 1
 
     def _release_unseen(self, request: Request) -> None:

@@ -255,6 +255,29 @@ class Fields:
             )
         return tuple(known[t] for t in types)
 
+    def state_layers(self, layers: int, kind: str, interval: int) -> tuple[bool, ...]:
+        """For each layer, whether it keeps a state: layer_types, or all but each
+        full_attention_interval-th.
+
+        - `kind`: the name of such layers in layer_types.
+        - `interval`: the family's default.
+        """
+        types, known = self.raw.get("layer_types"), (kind, "full_attention")
+        if types is None:
+            interval = self.integer("full_attention_interval", interval)
+            types = [known[(i + 1) % interval == 0] for i in range(layers)]
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(t not in known for t in types)
+            or "full_attention" not in types
+        ):
+            raise self.refuse(
+                f"layer_types must be {' or '.join(map(repr, known))} for each of {layers} layers, "
+                f"and the latter for one of them, not {shown(types)}"
+            )
+        return tuple(t == kind for t in types)
+
     def same_attention(self, window: int | None, layers: int) -> None:
         """Refuses layer_types unless every layer has this window (in tokens; None: no window)."""
         everywhere = (window is not None,) * layers

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from moejax.models.attention.kind import Tokens
+from moejax.models.attention.kind import StateKind, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
@@ -80,6 +80,10 @@ class LayerStack(nnx.Module):
         self.first_moe_layer = first_moe_layer
         self.is_moe = "router" in params
         self.size = params["o"].shape[0]
+        params = {
+            name: _norm_weights(config, array) if name in UNIT_OFFSET else array
+            for name, array in params.items()
+        }
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
         frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
         if config.rotary_width is not None:  # values that are not rotated have angle 0
@@ -93,7 +97,9 @@ class LayerStack(nnx.Module):
         follow = [(self.group, self.first_in_page + i) for i in range(self.size)]
         self.places = None if places == follow else nnx.Variable(jnp.asarray(places, jnp.int32))
         """int32[layers, 2]: (group, place) of each layer's pages; None: they follow the first."""
-        self.page_factor = config.page_row_values // config.page(1).head_dim
+        self.has_state = isinstance(config.attention, StateKind)
+        if not self.has_state:
+            self.page_factor = config.page_row_values // config.page(1).head_dim
         windows = config.windows[first_layer : first_layer + self.size]
         numbers = [NO_WINDOW if window is None else window for window in windows]
         masked = any(windows) and not config.chunked_window
@@ -206,7 +212,10 @@ class LayerStack(nnx.Module):
         Returns (x, arena, squares of the new x or None, counters).
         """
         with jax.named_scope("attend"):
-            page, tokens = self.config.page(block_size), self._in_pages(i, tokens)
+            if self.has_state:
+                page: Any = self.config.state_page(block_size, str(x.dtype))
+            else:
+                page, tokens = self.config.page(block_size), self._in_pages(i, tokens)
             given = i, x, arena, tokens, page, squares, counters
             attended, arena, counters = self.config.attention.attend(self, *given)
             if with_squares:
@@ -404,7 +413,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, params: dict[str, Any], ops: Ops):
         self.config, self.ops = config, ops
         self.embedding = nnx.Param(params["embed"])
-        self.final_norm = nnx.Param(params["final_norm"])
+        self.final_norm = nnx.Param(_norm_weights(config, params["final_norm"]))
         self.final_norm_bias = _param(params, "final_norm_bias")
         self.lm_head = _param(params, "lm_head")
         self.lm_head_bias = _param(params, "lm_head_bias")
@@ -442,6 +451,14 @@ class Decoder(nnx.Module):
             logits = linear(x, head[...][None], 0, bias, options, out_dtype=jnp.float32)
             scaling = self.config.logits_scaling
             return logits if scaling == 1 else logits / scaling
+
+
+UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})
+"""Parameters of layers that are stored less one in models with unit_offset_norms."""
+
+
+def _norm_weights(config: ModelConfig, stored: jax.Array) -> jax.Array:
+    return stored + 1 if config.unit_offset_norms else stored
 
 
 def _param(params: dict[str, Any], key: str) -> nnx.Param | None:

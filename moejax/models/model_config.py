@@ -9,15 +9,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from host_offload.memory.layout import SlotLayout, Window, default_dtype, slot_layout
 from moejax.models.attention.grouped_query import GROUPED_QUERY
-from moejax.models.attention.kind import AttentionKind
+from moejax.models.attention.kind import AttentionKind, StateKind
 from moejax.models.quantization import Quantization
 from moejax.models.rope import Rope
 from pallas_kernels.expert_ffn import Activation, ClampedSwiGLU
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule
+from pallas_kernels.state_pages import StatePage, state_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Run:
     moe: bool
     start: int
     count: int
+    state: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ModelConfig:
     - `rope_layers`: for each layer, whether positions rotate q and k; None: in every layer.
     - `rope_interleave`: rotated values are pairs (2i, 2i + 1), not halves.
     - `attention`: the kind of attention, which owns the layout of pages.
+    - `unit_offset_norms`: weights of RMSNorms are stored less one.
     - `embedding_multiplier`, `residual_multiplier`: factors of embeddings, and of all that a layer
       adds to its input.
     - `logits_scaling`: divides logits.
@@ -131,6 +136,7 @@ class ModelConfig:
     ones."""
     shared_width: int = 0
     attention: AttentionKind = GROUPED_QUERY
+    unit_offset_norms: bool = False
     scoring_func: str = "softmax"
     n_group: int = 1
     topk_group: int = 1
@@ -200,6 +206,8 @@ class ModelConfig:
         """
         alike: dict[tuple[KVPage, Window | None], list[int]] = {}
         for layer, window in enumerate(self.windows):
+            if layer in self.state_layers:
+                continue
             seen = None if window is None else Window(window, self.chunked_window)
             alike.setdefault((self.of_layer(layer).page(1), seen), []).append(layer)
         values = {key: key[0].rows_per_token * key[0].head_dim for key in alike}
@@ -246,6 +254,19 @@ class ModelConfig:
         return tuple(Run(moe[s], s, e - s) for s, e in zip(starts, ends, strict=True))
 
     @property
+    def state(self) -> StateKind | None:
+        """The kind of the layers that keep a state for each sequence and no keys and values; None:
+        there are none."""
+        kinds = (kind for kind in self.attention_kinds if isinstance(kind, StateKind))
+        return next(kinds, None)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers with state."""
+        kinds = enumerate(self.layer_kinds or ())
+        return tuple(i for i, kind in kinds if isinstance(kind.attention, StateKind))
+
+    @property
     def route_rule(self) -> RouteRule:
         """The rule from router logits to experts and weights, including the residual multiplier."""
         return RouteRule(
@@ -282,8 +303,9 @@ class ModelConfig:
 
     @property
     def page_places(self) -> list[tuple[int, int]]:
-        """(group, place among its layers) of each layer's pages."""
-        places = {
+        """(group, place among its layers) of each layer's pages; of a layer with state its place
+        among these."""
+        places = {layer: (0, place) for place, layer in enumerate(self.state_layers)} | {
             layer: (number, place)
             for number, group in enumerate(self.page_groups)
             for place, layer in enumerate(group.layers)
@@ -294,6 +316,25 @@ class ModelConfig:
     def page_row_values(self) -> int:
         """Values of a KV row by which pages of all groups are addressed: whole rows of each."""
         return math.lcm(*(group.row_values for group in self.page_groups))
+
+    @property
+    def page_rows(self) -> dict[str, int]:
+        """`layers`, `rows_per_token` and `row_values` of PageLayout."""
+        groups, row = self.page_groups, self.page_row_values
+        layers = len(groups[0].layers) if len(groups) == 1 else 1
+        per_token = max(-(-group.token_values // (row * layers)) for group in groups)
+        return {"layers": layers, "rows_per_token": per_token, "row_values": row}
+
+    def state_page(self, block_size: int, dtype: str) -> StatePage:
+        """Where the state of a sequence lies in pages of `block_size` tokens.
+
+        - `dtype`: the run's.
+        """
+        assert self.state is not None
+        rows, itemsize = self.page_rows, jnp.dtype(dtype).itemsize
+        elements = rows["row_values"] * itemsize // 2
+        of_page = rows["layers"] * rows["rows_per_token"] * block_size
+        return StatePage(of_page, elements, state_rows(self.state.state(dtype), elements))
 
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
@@ -312,28 +353,34 @@ class ModelConfig:
         - `itemsize`: bytes of a weight.
         - `versions`, `dtype`: see host_offload.memory.layout.slot_layout.
         """
-        groups = self.page_groups
-        page = self.page(1)
-        rows = {"layers": len(groups[0].layers), "rows_per_token": page.rows_per_token}
-        rows["row_values"] = page.head_dim
-        if len(groups) > 1:
-            row = self.page_row_values
-            rows = {"layers": 1, "row_values": row}
-            rows["rows_per_token"] = max(-(-group.token_values // row) for group in groups)
-        return slot_layout(
+        layout = slot_layout(
             hidden=self.hidden_size,
             width=self.moe_intermediate_size,
             itemsize=itemsize,
-            **rows,
+            **self.page_rows,
             versions=versions,
             dtype=dtype,
             biases=self.expert_bias,
-            windows=tuple(group.window for group in groups),
+            windows=tuple(group.window for group in self.page_groups),
         )
+        if self.state is None:
+            return layout
+        states = self.state_page(layout.page.block_size, default_dtype(itemsize))
+        page = dataclasses.replace(layout.page, state_pages=states.pages(len(self.state_layers)))
+        return dataclasses.replace(layout, page=page)
+
+
+def with_state(config: ModelConfig, kind: StateKind, layers: Sequence[bool]) -> ModelConfig:
+    """The configuration whose marked layers are of a kind with state."""
+    names = [field.name for field in dataclasses.fields(LayerKind)]
+    own = LayerKind(**{name: getattr(config, name) for name in names})
+    state = dataclasses.replace(own, attention=kind)
+    return dataclasses.replace(config, layer_kinds=tuple(state if s else own for s in layers))
 
 
 _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "rope_layers", "swiglu"}
+    | {"unit_offset_norms"}
 )
 
 

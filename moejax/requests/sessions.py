@@ -58,7 +58,9 @@ class Sessions:
     def begin_turn(self, request: Request, session: Session) -> bool:
         """Shares the session's KV with the request, as far as the tokens agree, or nothing if they
         differ so early that a window no longer holds what comes before. Returns False if there is
-        no room for a copy of the blocks in which they differ; try again later."""
+        no room for a copy of the blocks in which they differ, or of the state; try again later."""
+        if self.page.state_pages and session.blocks:
+            return self._continue_state(request, session)
         same, size = common_prefix(session.tokens, request.prompt[:-1]), self.page.block_size
         rewritten = same < len(session.tokens)
         if rewritten and same <= session.pure:
@@ -79,6 +81,26 @@ class Sessions:
             blocks.replace_last(copies)
         else:
             self.cache.hold(blocks)
+        request.blocks = blocks
+        request.computed = request.cached_tokens = same
+        request.pure = min(session.pure, same)
+        return True
+
+    def _continue_state(self, request: Request, session: Session) -> bool:
+        """begin_turn, with a state: the turn goes on from the end of the turn before or, if its
+        tokens differ, from nothing, since a state cannot go back."""
+        same = len(session.tokens)
+        if request.prompt[:-1][:same] != session.tokens:
+            return True
+        copies: list[Block] = []
+        for block in session.blocks.state:  # which stays as it is until the turn has ended
+            if (copy := self.cache.copy(block)) is None:
+                self.cache.release(copies)
+                return False
+            copies.append(copy)
+        blocks = session.blocks.split(len(session.blocks))[0]
+        self.cache.hold(block for block in blocks if block not in blocks.state)
+        blocks.state = copies
         request.blocks = blocks
         request.computed = request.cached_tokens = same
         request.pure = min(session.pure, same)

@@ -55,6 +55,7 @@ from moejax.step.sampler import (
 )
 from moejax.step.step_parts import (
     Leaf,
+    PageTables,
     PrefillBatch,
     Routing,
     StepShapes,
@@ -232,6 +233,7 @@ class Programs:
         pages = [
             self.steps.config.of_layer(run.start).page(self.steps.layout.page.block_size)
             for run in self.steps.config.runs
+            if run.start not in self.steps.config.state_layers
         ]
         return max(pages, key=lambda page: page.kv_heads)
 
@@ -312,7 +314,7 @@ class Programs:
         chunks."""
         rows = self.array(self.steps.shapes.rows)
         groups, shapes = self.steps.layout.page.groups, self.steps.shapes
-        block_table = self.array(shapes.rows, groups * shapes.blocks)
+        block_table = self.array(shapes.rows, groups * shapes.blocks + shapes.state_pages)
         if key.kind == "decode":
             return rows, rows, block_table
         prefill = empty_prefill(self.steps.shapes)
@@ -323,20 +325,22 @@ class Programs:
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
         """Returns the part of a batch that the step computes: the first rows and their first pages
-        of decode, all chunks of prefill. It has all current tokens. The block table of several
-        groups of pages becomes one of each, [G, R, B]."""
+        of decode, all chunks of prefill. It has all current tokens. The block table becomes
+        PageTables."""
         if key.kind != "decode":
             prefill, block_table, tokens = batch
-            return prefill, self._by_group(block_table), tokens
+            return prefill, self._tables(block_table), tokens
         tokens, positions, block_table = batch
         rows = self.tokens(key)
-        return tokens, positions[:rows], self._by_group(block_table[:rows])[..., : key.context]
+        return tokens, positions[:rows], self._tables(block_table[:rows], key.context)
 
-    def _by_group(self, block_table: Any) -> Any:
+    def _tables(self, block_table: Any, context: int | None = None) -> PageTables:
+        """Takes the columns of a block table apart: pages of each group, then of the state."""
         groups, blocks = self.steps.layout.page.groups, self.steps.shapes.blocks
-        if groups == 1:
-            return block_table
-        return jnp.swapaxes(block_table.reshape(-1, groups, blocks), 0, 1)
+        kv, state = jnp.split(block_table, [groups * blocks], axis=1)
+        if groups > 1:
+            kv = jnp.swapaxes(kv.reshape(-1, groups, blocks), 0, 1)
+        return PageTables(kv[..., :context], state)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """Returns the context of a step, or of a program that moves experts outside of steps.

@@ -33,6 +33,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
+from pallas_kernels.state_pages import Sequences
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode. More rows make more tiles, not larger ones, so a row's bits
@@ -76,6 +77,8 @@ class StepShapes:
     """Chunks of the largest prefill step, N."""
     blocks: int
     """Pages of the longest sequence, B."""
+    state_pages: int = 0
+    """Pages of a sequence's state, P."""
     waves: int = 1
     """Passes over a layer's experts in prefill."""
     buckets: tuple[int, ...] = ()
@@ -198,6 +201,15 @@ class StepSpec:
         """Whether each expert is a pinned array of its own, which jax's copies bring beside compute
         when the host driver asks. This is the queue if the library does not own the arena."""
         return self.queue is not None and not self.owned
+
+
+class PageTables(NamedTuple):
+    """The KV rows of the pages of the sequences in each row."""
+
+    blocks: jax.Array
+    """int32[R, B]; of several groups of pages [G, R, B]."""
+    state: jax.Array
+    """int32[R, P]: pages of the sequence's state; P = 0 in models without state."""
 
 
 class PrefillBatch(NamedTuple):
@@ -345,14 +357,19 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
     - `batch`: see device_step.
     """
     if isinstance(batch[0], PrefillBatch):
-        prefill, block_table, _ = batch
-        return prefill.tokens.reshape(-1), _prefill_tokens(prefill, block_table, context)
-    tokens, positions, block_table = batch
-    return tokens[: positions.shape[0]], decode_tokens(positions, block_table, context)
+        prefill, tables, _ = batch
+        return prefill.tokens.reshape(-1), _prefill_tokens(prefill, tables, context)
+    tokens, positions, tables = batch
+    return tokens[: positions.shape[0]], decode_tokens(positions, tables, context)
 
 
-def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
+def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext) -> Tokens:
     """Returns the tokens of a decode step, whose arguments device_step describes."""
+    block_table, sequences = tables.blocks, None
+    if tables.state.shape[1]:
+        new = (positions >= 0).astype(jnp.int32)
+        runs = positions, jnp.zeros_like(new), new, _rows_in_use(positions >= 0)
+        sequences = Sequences(tables.state, *runs)
     valid, row_tile = positions >= 0, context.row_tile
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:
@@ -368,10 +385,15 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
         attention=functools.partial(decode_attention, **rows),
         write_and_attend=functools.partial(write_and_attend, **rows),
         block_tables=block_table if several else None,
+        sequences=sequences,
     )
 
 
-def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepContext) -> Tokens:
+def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepContext) -> Tokens:
+    block_table, sequences = tables.blocks, None
+    if tables.state.shape[1]:
+        runs = prefill.start, prefill.skip, prefill.length, prefill.count
+        sequences = Sequences(tables.state[prefill.row], *runs)
     chunks, size = prefill.tokens.shape
     offset = jnp.arange(size)
     positions = (prefill.start[:, None] + offset).reshape(-1)
@@ -379,13 +401,13 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
     # Tokens to skip go through the layers, but no expert is fetched for them.
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
-    tables = jnp.repeat(block_table[..., prefill.row, :], size, axis=-2)
+    of_tokens = jnp.repeat(block_table[..., prefill.row, :], size, axis=-2)
     several = block_table.ndim == 3
     rows = {} if several else {"block_table": block_table}
     return Tokens(
         positions=positions,
         valid=valid,
-        pages=_pages(tables, positions, valid, context.page),
+        pages=_pages(of_tokens, positions, valid, context.page),
         tiles=prefill.count,
         row_tile=context.row_tile,
         attention=functools.partial(
@@ -394,6 +416,7 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
             **rows,
         ),
         block_tables=block_table if several else None,
+        sequences=sequences,
     )
 
 

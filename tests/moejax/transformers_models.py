@@ -3,8 +3,9 @@ tests/conftest.py."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,17 @@ _LATENT = {
 }
 
 _INDEXER = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": 16}
+
+_DELTA = {
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-2,  # a state read by a key that it never saw is rounding, which norms scale
+}
 
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**_NARROW, "head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
@@ -107,9 +119,14 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "sliding_window": 20,
     },
+    "Qwen3Next": {**_NARROW, **_DELTA, "num_experts": 6},
+    "Qwen3_5Moe": {**_NARROW, **_DELTA, "num_experts": 6},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
 
+
+_LESS_ONE = ("Qwen3Next", "Qwen3_5Moe")
+"""Families whose norms add one to their weights."""
 
 _VISION: dict[str, dict[str, Any]] = {
     "Qwen3VLMoe": {
@@ -135,6 +152,14 @@ _VISION: dict[str, dict[str, Any]] = {
         "intermediate_size": 16,
         "num_attention_heads": 2,
         "image_size": 32,
+    },
+    "Qwen3_5Moe": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 4,
     },
     "Kimi_K25": {
         "num_hidden_layers": 1,
@@ -189,7 +214,8 @@ def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
         for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name.split(".")[-2] and name.endswith("weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                less_one = family in _LESS_ONE and "linear_attn" not in name
+                parameter.copy_(0.3 * noise if less_one else 1 + 0.3 * noise)
             elif name.endswith("correction_bias"):
                 parameter.copy_(0.2 * noise)
             elif name.endswith("bias"):
@@ -235,10 +261,29 @@ def _save_as_published(model: Any, directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
+@contextlib.contextmanager
+def _in_float64(model: Any) -> Iterator[None]:
+    """transformers' model in float64 where it keeps a state: in float32 its two forms of the gated
+    delta rule differ from each other by more than moejax does from either of them."""
+    import torch
+
+    if "linear_attention" not in (getattr(model.config.get_text_config(), "layer_types", 0) or ()):
+        yield
+        return
+    float32, to_float = torch.float32, torch.Tensor.float
+    model.double()
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore
+    try:
+        yield
+    finally:
+        torch.float32, torch.Tensor.float = float32, to_float  # type: ignore
+        model.float()
+
+
 def logprobs(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     """log p(next token) after every token of the sequence, float64[n, V], without a cache."""
     import torch
 
-    with torch.no_grad():
+    with torch.no_grad(), _in_float64(model):
         logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return torch.log_softmax(logits.double(), dim=-1).numpy()

@@ -49,8 +49,12 @@ class GroupedQueryAttention:
         return stack.frequencies(i)
 
     def attend(self, stack, i, x, arena, tokens, page, squares, counters):
-        config = stack.config
         qkv = self.project(stack, i, x, tokens, squares)
+        return self.attend_heads(stack, i, qkv, arena, tokens, page, counters)
+
+    def attend_heads(self, stack, i, qkv, arena, tokens, page, counters):
+        """attend, of projected heads."""
+        config = stack.config
         norms = stack.optional_weight("q_norm"), stack.optional_weight("k_norm")
         whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
         if whole or (norms[0] is not None and norms_apart(config)):
@@ -86,6 +90,20 @@ class GatedAttention(GroupedQueryAttention):
         attended, arena, counters = super().attend(stack, i, x, *given)
         gate = stack.norm_linear(x, "input_norm", "attention_gate", i, tokens, squares)
         return attended * jax.nn.sigmoid(gate), arena, counters
+
+
+class HeadGatedAttention(GroupedQueryAttention):
+    """Grouped-query attention whose heads have a gate on their output: the projection has q and the
+    gate of each head, then k, then v (Qwen3-Next)."""
+
+    def attend(self, stack, i, x, arena, tokens, page, squares, counters):
+        projected = self.project(stack, i, x, tokens, squares)
+        heads = stack.config.num_attention_heads
+        both, kv = jnp.split(projected, [2 * heads * page.head_dim], axis=1)
+        q, gate = jnp.split(both.reshape(len(x), heads, -1), 2, axis=2)
+        qkv = jnp.concatenate([q.reshape(len(x), -1), kv], axis=1)
+        out, arena, counters = self.attend_heads(stack, i, qkv, arena, tokens, page, counters)
+        return out * jax.nn.sigmoid(gate.reshape(out.shape)), arena, counters
 
 
 GROUPED_QUERY = GroupedQueryAttention()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import AttentionOptions, PerLayer
+from pallas_kernels.state_pages import Sequences, Shapes
 
 
 class Tokens(NamedTuple):
@@ -55,8 +57,11 @@ class Tokens(NamedTuple):
             pages=pages, attention=attention, write_and_attend=both, block_tables=None
         )
 
+    sequences: Sequences | None = None
+    """The tokens by sequence, for layers with state; None: the model has none."""
 
-OPS = ("kv_write", "latent_write", "head_linear")
+
+OPS = ("kv_write", "latent_write", "head_linear", "gated_delta")
 """Ops that only some kinds use."""
 
 
@@ -153,6 +158,28 @@ class AttentionKind(Protocol):
         """Attention of layer i of the stack over x [T, D]. Returns (output of the heads, before the
         output projection; arena with the tokens' rows written; counters)."""
         ...
+
+
+class StateKind(abc.ABC):
+    """A kind of layer that keeps a state for each sequence in place of keys and values: an
+    AttentionKind without a page of its own, and a frozen dataclass. `ops` begins with the op that
+    advances states."""
+
+    products = ()
+    takes_squares = True
+
+    @abc.abstractmethod
+    def state(self, dtype: str) -> Shapes:
+        """The arrays of a layer's state, for inputs of this dtype."""
+
+    def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
+        raise ValueError("a layer with state has no keys and values")
+
+    def kernel_shape(self) -> dict[str, Any]:
+        return {}
+
+    def rotary_dim(self, config: AttentionNumbers) -> int:
+        return config.rotary_width or config.head_dim
 
 
 def attention_options(stack: AttentionLayer, page: KVPage) -> AttentionOptions:

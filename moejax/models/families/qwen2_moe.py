@@ -51,9 +51,14 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     params = attention_params(config, output_bias=False)
     if not moe:
         return params | feed_forward_params(config, config.intermediate_size)
+    return params | gated_moe_params(config)
+
+
+def gated_moe_params(config: ModelConfig) -> dict[str, Parts]:
+    """The router, and a shared expert with a gate."""
     shared = feed_forward_params(config, config.shared_width, "mlp.shared_expert.", "shared_")
     gate: Parts = (("mlp.shared_expert_gate.weight", (1, config.hidden_size)),)
-    return params | router_params(config) | shared | {"shared_gate": gate}
+    return router_params(config) | shared | {"shared_gate": gate}
 
 
 FAMILY = Family("Qwen2MoeForCausalLM", "qwen2_moe", parse, layer_params)

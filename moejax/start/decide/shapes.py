@@ -80,6 +80,7 @@ def step_shapes(
         prefills=tuple(prefills),
         blocks=spans * (SPAN // layout.page.block_size),
         contexts=tuple(n * (SPAN // layout.page.block_size) for n in contexts),
+        state_pages=layout.page.state_pages,
         waves=waves,
     )
 

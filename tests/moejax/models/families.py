@@ -49,6 +49,18 @@ LONGROPE = dict(
     rope_theta=1e4,
 )
 
+DELTA = dict(
+    num_experts=8,
+    head_dim=64,
+    partial_rotary_factor=0.25,
+    shared_expert_intermediate_size=40,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+
 GROWING = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -136,6 +148,9 @@ SMALL: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
     "Mistral3ForConditionalGeneration": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
+    "Qwen3NextForCausalLM": dict(DELTA, mlp_only_layers=[1]),
+    "Qwen3_5MoeForCausalLM": DELTA,
+    "Qwen3_5MoeForConditionalGeneration": DELTA,
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 

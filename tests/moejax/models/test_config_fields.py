@@ -34,11 +34,12 @@ INDEXED = "deepseek_v32", "glm_moe_dsa"
 OF_V3 = (*INDEXED, AXK1)
 CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V, *OF_V3)
 MISTRALS = MISTRAL4, MISTRAL3
+NEXT, QWEN35, QWEN35_V = DELTAS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
-    *(AFMOE, FLEX, FLINT),
+    *(AFMOE, FLEX, FLINT, *DELTAS),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
@@ -92,6 +93,8 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     KIMI: 61,
     GPT: 24,
     GLM_V: 46,
+    NEXT: 48,
+    **dict.fromkeys((QWEN35, QWEN35_V), 40),
     DOTS: 24,
     FLINT: 49,
     AXK1: 61,
@@ -107,6 +110,7 @@ MODELLED = {
     KIMI: "deepseek_v3",
     SARVAM_MLA: "deepseek_v3",
     MISTRAL3: MISTRAL4,
+    QWEN35: QWEN35_V,
 }
 """Families whose text model is another directory of transformers'."""
 
@@ -116,12 +120,12 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "intermediate_size": (tuple(kind for kind in KINDS if kind != SOLAR), 96),
     "num_hidden_layers": (KINDS, 30),
     "num_attention_heads": (KINDS, 64),
-    "num_key_value_heads": (GQA, 2),
+    "num_key_value_heads": (GQA, 1),
     "head_dim": (
         tuple(kind for kind in GQA if kind != "olmoe"),
         48,
     ),
-    "hidden_act": (tuple(kind for kind in KINDS if kind != GPT), "gelu"),
+    "hidden_act": (tuple(kind for kind in KINDS if kind not in (GPT, *DELTAS)), "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
@@ -135,7 +139,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS),
         ),
         32,
     ),
@@ -166,22 +170,34 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             FLINT,
             *CORRECTED,
             *MISTRALS,
+            *DELTAS,
         ),
         96,
     ),
     "norm_topk_prob": (
-        ("qwen3_moe", "olmoe", "qwen2_moe", EXAONE, BAILING, FLEX, FLINT, *CORRECTED, *MISTRALS),
+        (
+            "qwen3_moe",
+            "olmoe",
+            "qwen2_moe",
+            EXAONE,
+            BAILING,
+            FLEX,
+            FLINT,
+            *CORRECTED,
+            *MISTRALS,
+            NEXT,
+        ),
         True,
     ),
     "attention_bias": (
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
-            *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT),
+            *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS),
         ),
         "other",
     ),
-    "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT), 2),
-    "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT), [3]),
+    "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), 2),
+    "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), [3]),
     "sliding_window": (
         ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT, AFMOE, FLINT),
         33,
@@ -194,6 +210,12 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
+    "full_attention_interval": (DELTAS, 2),
+    "linear_num_key_heads": (DELTAS, 8),
+    "linear_num_value_heads": (DELTAS, 64),
+    "linear_key_head_dim": (DELTAS, 32),
+    "linear_value_head_dim": (DELTAS, 32),
+    "linear_conv_kernel_dim": (DELTAS, 3),
     "sliding_window_pattern": ((EXAONE,), "LG"),
     "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE), 3),
     "shared_intermediate_size": ((SHARED,), 48),
@@ -201,7 +223,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "moe_topk": ((HUNYUAN,), 3),
     "use_qkv_bias": ((SARVAM, BAILING), True),
     "qkv_bias": (("qwen2_moe",), False),
-    "shared_expert_intermediate_size": (("qwen2_moe", FLINT), 48),
+    "shared_expert_intermediate_size": (("qwen2_moe", FLINT, *DELTAS), 48),
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
@@ -235,7 +257,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "attention_multiplier": (GRANITES, 0.015625),
     "residual_multiplier": (GRANITES, 0.22),
     "logits_scaling": (GRANITES, 6.0),
-    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V), 0.25),
+    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V, *DELTAS), 0.125),
     "rotary_dim": ((MINIMAX, BAILING), 32),
     "use_qk_norm": ((GLM, SARVAM, BAILING), "other"),
     "use_bias": ((ERNIE,), True),
@@ -261,7 +283,11 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "num_key_value_heads": {MLA: (2, "num_key_value_heads 2 is not implemented")},
     "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
     "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
-    "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
+    "norm_topk_prob": {
+        ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
+        (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
+    },
+    "hidden_act": {DELTAS: ("gelu", "hidden_act 'gelu' is not implemented")},
     "sliding_window": {
         (
             *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
@@ -288,7 +314,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "moe_layer_freq": {(*DEEPSEEK, KIMI, SARVAM_MLA): (2, "moe_layer_freq 2 is not implemented")},
     "partial_rotary_factor": {
         tuple(
-            kind for kind in KINDS if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS)
+            kind
+            for kind in KINDS
+            if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS)
         ): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
@@ -402,9 +430,11 @@ def reads(text: str) -> set[str]:
 
 def text_part(source: str, kind: str) -> str:
     """The classes of the text model, where a file has others beside it."""
-    if kind not in (QWEN_VL, GLM_V):
+    if kind not in (QWEN_VL, GLM_V, QWEN35, QWEN35_V):
         return source
-    return "\nclass ".join(part for part in source.split("\nclass ") if "Text" in part[:40])
+    names = ("Text", "MoeGated", "MoeAttention", "MoeDecoder", "MoeTopK", "MoeExperts", "MoeSparse")
+    parts = source.split("\nclass ")
+    return "\nclass ".join(part for part in parts if any(name in part[:40] for name in names))
 
 
 @pytest.mark.torch
@@ -413,7 +443,7 @@ def test_every_field_of_the_model_is_known(kind):
     """Of the modelling file and of the config class. A new name in either must be looked at."""
     models, modelled = sources() / "models", MODELLED.get(kind, kind)
     found = reads(text_part((models / modelled / f"modeling_{modelled}.py").read_text(), kind))
-    kind_of_config = modelled if kind in WRAPPERS else kind
+    kind_of_config = modelled if kind in (*WRAPPERS, QWEN35) else kind
     directory = models / kind_of_config
     config = text_part((directory / f"configuration_{kind_of_config}.py").read_text(), kind)
     aliases = "".join(ALIAS.findall(config))
@@ -445,6 +475,7 @@ def test_honoured_field_changes_the_computation(kind, field):
         (KIMI, "tie_word_embeddings"): False,
         (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
+        (NEXT, "norm_topk_prob"): False,
         (MISTRAL3, "tie_word_embeddings"): False,
         **dict.fromkeys(((kind, "q_lora_rank") for kind in (SARVAM_MLA, *OF_V3)), 64),
         **dict.fromkeys(
@@ -494,6 +525,8 @@ IN_TRANSFORMERS = [f for f in FAMILIES.values() if f.model_type not in NOT_IN_TR
 
 
 def _config_class(family) -> str:
+    if family.model_type == QWEN35:
+        return "Qwen3_5MoeTextConfig"
     return re.sub("For(CausalLM|ConditionalGeneration)$", "Config", family.architecture)
 
 

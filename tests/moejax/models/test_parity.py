@@ -409,6 +409,22 @@ CASES = {
         {"expert_budget": "50%"},
         family="Flint",
     ),
+    "Qwen3-Next: a dense layer, biases, a long prompt": Case(
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [2],
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        },
+        {"expert_budget": "50%", "max_model_len": 512},
+        family="Qwen3Next",
+        prompts=(*PROMPT_LENGTHS, 400),
+    ),
+    "Qwen3.5-MoE: one key head, two taps": Case(
+        {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2},
+        {"expert_budget": "50%"},
+        family="Qwen3_5Moe",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
@@ -604,6 +620,8 @@ WRONG = {
     "Afmoe": _other("model.layers.0.self_attn.is_local_attention", lambda local: False),
     "FlexOlmo": _swapped_norms_of_layer,
     "AXK1": _one_pair_at_rest,
+    "Qwen3Next": _ungated_shared_expert,
+    "Qwen3_5Moe": _text_pair_at_rest,
     "Flint": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""

@@ -1,0 +1,83 @@
+"""Gated delta net (arXiv:2412.06464): linear attention that keeps a state for each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from moejax.models.attention.kind import StateKind
+from pallas_kernels.gated_delta import (
+    DeltaHeads,
+    DeltaOptions,
+    DeltaShape,
+    DeltaWeights,
+    gated_delta,
+)
+from pallas_kernels.state_pages import Shapes, StatePage
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNet(StateKind):
+    """A gated delta net, a StateKind, with fields named as in config.json.
+
+    - `by_key_head`: the checkpoint's projection has q, k, v and the gate of each key head together,
+      as in Qwen3-Next; otherwise all q, all k, all v, all gates.
+    """
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    by_key_head: bool = False
+
+    ops = ("gated_delta",)
+
+    @property
+    def shape(self) -> DeltaShape:
+        return DeltaShape(
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+        )
+
+    @property
+    def values(self) -> int:
+        """Columns of v, of the gate and of the output."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def state(self, dtype: str) -> Shapes:
+        return self.shape.state(dtype)
+
+    def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
+        shape, heads = self.shape, self.linear_num_value_heads
+        projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)
+        qkv, gate, beta, decay = self._split(projected)
+        weights = (stack.weight(name) for name in ("conv", "a_log", "dt_bias"))
+        conv, a_log, dt_bias = weights
+        given = DeltaWeights(conv.reshape(*conv.shape[:2], -1), a_log, dt_bias, i)
+        options = DeltaOptions(shape, page, stack.ops.gated_delta)
+        read = DeltaHeads(qkv, beta, decay), given
+        out, arena = gated_delta(*read, arena, tokens.sequences, stack.page_layer(i), options)
+        normed = stack.norm(out.reshape(len(out), heads, -1), "state_norm", i)
+        gated = normed * jax.nn.silu(gate.astype(jnp.float32)).reshape(normed.shape)
+        return gated.astype(x.dtype).reshape(out.shape), arena, counters
+
+    def _split(self, projected: jax.Array) -> tuple[jax.Array, ...]:
+        """q, k and v [T, W], the gate [T, V·dv], beta and decay [T, V] of a projection."""
+        shape, values, rows = self.shape, self.values, len(projected)
+        mixed, gates = jnp.split(projected, [shape.columns + values], axis=1)
+        if not self.by_key_head:
+            qkv, gate = jnp.split(mixed, [shape.columns], axis=1)
+            return qkv, gate, *jnp.split(gates, 2, axis=1)
+        groups, wide = shape.key_heads, values // shape.key_heads
+        widths = [shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + wide]
+        parts = jnp.split(mixed.reshape(rows, groups, -1), widths, axis=2)
+        q, k, v, gate = (part.reshape(rows, -1) for part in parts)
+        beta, decay = jnp.split(gates.reshape(rows, groups, -1), 2, axis=2)
+        qkv = jnp.concatenate([q, k, v], axis=1)
+        return qkv, gate, beta.reshape(rows, -1), decay.reshape(rows, -1)

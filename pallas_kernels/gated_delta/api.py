@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.state_pages import Sequences, Shapes, StatePage, state_rows
+
+
+class DeltaShape(NamedTuple):
+    """The heads of a gated delta net. Each key head serves value_heads / key_heads value heads in a
+    row."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Values of a head of q and of k."""
+    value_dim: int
+    taps: int
+    """Tokens that the convolution sees, the new one included."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of q, k and v together, which the convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state(self, dtype: str) -> Shapes:
+        """A layer's state: the delta rule's matrices, then the convolution's last inputs.
+
+        - `dtype`: of the inputs.
+        """
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        return (matrices, "float32"), ((self.taps - 1, self.columns), dtype)
+
+
+class DeltaHeads(NamedTuple):
+    """What the projections made of a layer's tokens."""
+
+    qkv: Float[Array, "T W"]
+    """Heads of q, then of k, then of v."""
+    beta: Float[Array, "T V"]
+    """Before the sigmoid."""
+    decay: Float[Array, "T V"]
+    """Before dt_bias and the softplus."""
+
+
+class DeltaWeights(NamedTuple):
+    """Weights, stacked over the run's layers."""
+
+    conv: Float[Array, "L W taps"]
+    a_log: Float[Array, "L V"]
+    dt_bias: Float[Array, "L V"]
+    stack_layer: Int[Array, ""] | int
+    """The layer's index in them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaOptions:
+    """What decides the program, beside shapes."""
+
+    shape: DeltaShape
+    page: StatePage
+    implementation: str = "xla"
+
+
+IMPLEMENTATIONS = implementations("gated_delta", ("xla",))
+
+
+def gated_delta(
+    heads: DeltaHeads,
+    weights: DeltaWeights,
+    arena: UInt16[Array, "rows D"],
+    sequences: Sequences,
+    layer: Int[Array, ""] | int,
+    options: DeltaOptions,
+) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"]]:
+    """Advances the state S [V, dk, dv] of each sequence by its tokens, and reads it:
+
+        q, k, v = silu(conv(qkv)),  q = q / |q| / √dk,  k = k / |k|
+        S = exp(−exp(a_log) · softplus(decay + dt_bias)) · S
+        S = S + k ⊗ (sigmoid(beta) · (v − kᵀ S)),  out = qᵀ S
+
+    in float32 and in this order for each token, so bits depend on the sequence's tokens alone. The
+    convolution is rounded to the inputs' dtype before and after silu, as in transformers.
+
+    - `layer`: counted over layers with state.
+
+    Returns (out, rounded to the inputs' dtype, rows without a new token undefined; arena, updated
+    in place when donated). Raises ValueError for shapes that do not fit or an unknown
+    implementation.
+    """
+    shape, page, tokens = options.shape, options.page, heads.qkv.shape[0]
+    if heads.qkv.shape[1] != shape.columns or weights.conv.shape[1:] != (shape.columns, shape.taps):
+        raise ValueError(f"qkv {heads.qkv.shape}, conv {weights.conv.shape} for {shape}")
+    gates = tokens, shape.value_heads
+    if heads.beta.shape != gates or heads.decay.shape != gates:
+        raise ValueError(f"beta {heads.beta.shape}, decay {heads.decay.shape}; both are {gates}")
+    if shape.value_heads % shape.key_heads:
+        raise ValueError(f"{shape.value_heads} value heads for {shape.key_heads} key heads")
+    if tokens % max(sequences.start.shape[0], 1):
+        raise ValueError(f"{tokens} tokens of {sequences.start.shape[0]} runs")
+    rows = state_rows(shape.state(str(heads.qkv.dtype)), page.row_elements)
+    if page.layer_rows != rows:
+        raise ValueError(f"a layer's state has {rows} rows, not {page.layer_rows}")
+    fn = pick("gated_delta", IMPLEMENTATIONS, options.implementation)
+    return fn(heads, weights, arena, sequences, layer, options)

@@ -1,0 +1,30 @@
+"""Shapes that tests and benches of gated_delta share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.gated_delta.api import DeltaShape
+
+SHAPE = DeltaShape(2, 4, 8, 12, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    lengths: tuple[int, ...]
+    """New tokens of each sequence."""
+    dtype: str
+    shape: DeltaShape = SHAPE
+    layers: int = 3
+    row_values: int = 20
+    """Values of a KV row."""
+    page_rows: int = 10
+
+
+SPECS = (
+    Spec((1,), "float32"),
+    Spec((1, 5, 3), "bfloat16"),
+    Spec((7, 2), "float32", page_rows=1000),
+    Spec((4,), "float16", DeltaShape(1, 1, 16, 8, 2)),
+    Spec((9,), "float32", DeltaShape(1, 3, 4, 4, 3), row_values=7),
+)

@@ -1,0 +1,162 @@
+"""gated_delta against a float64 recurrence; states to the bit however steps divide the tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_delta import DeltaHeads, DeltaOptions, DeltaWeights, api
+from pallas_kernels.gated_delta.specs import SPECS, Spec
+from pallas_kernels.state_pages import Sequences, StatePage, state_rows
+from tests.pallas_kernels import contract
+from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
+
+STACK_LAYER, COLUMNS = 1, 30
+
+
+def options_of(spec, implementation):
+    elements = spec.row_values * jnp.dtype(spec.dtype).itemsize // 2
+    rows = state_rows(spec.shape.state(spec.dtype), elements)
+    return DeltaOptions(spec.shape, StatePage(spec.page_rows, elements, rows), implementation)
+
+
+def case(spec, seed):
+    """(heads and weights by name, arena of poison, pages [sequences, P]) of new sequences."""
+    rng, shape = np.random.default_rng(seed), spec.shape
+    tokens, page = sum(spec.lengths), options_of(spec, "xla").page
+    gates = tokens, shape.value_heads
+    stacked = (2, shape.columns, shape.taps), (2, shape.value_heads), (2, shape.value_heads)
+    weights = [np.full(each, np.nan, np.float32) for each in stacked]
+    for each in weights:
+        each[STACK_LAYER] = draw(rng, each.shape[1:], "float32", 0.5)
+    count = page.pages(spec.layers)
+    pages = rng.permutation(len(spec.lengths) * count) * page.page_rows + 1  # an odd row before
+    rows = -(-(pages.max() + page.page_rows) * page.row_elements // COLUMNS)
+    rows += -rows % page.row_elements  # whole KV rows
+    inputs = {
+        "qkv": draw(rng, (tokens, shape.columns), spec.dtype),
+        "beta": draw(rng, gates, spec.dtype),
+        "decay": draw(rng, gates, spec.dtype),
+        "weights": DeltaWeights(*weights, np.int32(STACK_LAYER)),
+    }
+    arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
+    return inputs, arena, np.int32(pages.reshape(len(spec.lengths), count))
+
+
+def run(spec, implementation, inputs, arena, sequences):
+    op = compiled(api.gated_delta, options=options_of(spec, implementation))
+    heads = DeltaHeads(inputs["qkv"], inputs["beta"], inputs["decay"])
+    return op(heads, inputs["weights"], arena, sequences, np.int32(spec.layers - 1))
+
+
+def by_steps(spec, implementation, inputs, arena, pages, sizes):
+    """Runs all tokens in steps of so many tokens a sequence, chunk after chunk as the engine does.
+
+    Returns (out [T, values], arena)."""
+    ends = np.cumsum(spec.lengths)
+    starts, out, done = ends - spec.lengths, {}, np.zeros(len(ends), int)
+    for size in sizes:
+        runs = [s for s in range(len(ends)) if done[s] < spec.lengths[s]]
+        if not runs:
+            break
+        width = 8 if size > 1 else 1
+        begin = done[runs] // width * width
+        stop = np.minimum(np.minimum(done[runs] + size, begin + width), np.take(spec.lengths, runs))
+        place = np.minimum(starts[runs][:, None] + begin[:, None] + np.arange(width), ends[-1] - 1)
+        given = {name: inputs[name][place.reshape(-1)] for name in ("qkv", "beta", "decay")}
+        where = Sequences(
+            pages[runs], np.int32(begin), np.int32(done[runs] - begin), np.int32(stop - begin),
+            np.int32(len(runs)),
+        )  # fmt: skip
+        got, arena = run(spec, implementation, inputs | given, arena, where)
+        got = np.asarray(got).reshape(len(runs), width, -1)
+        for i, s in enumerate(runs):
+            for t in range(done[s], stop[i]):
+                out[starts[s] + t] = got[i, t - begin[i]]
+        done[runs] = stop
+    return np.stack([out[t] for t in range(ends[-1])]), np.asarray(arena)
+
+
+def recurrence(spec, inputs):
+    """float64[T, values]: the outputs of the same tokens, by matrices."""
+    shape, weights = spec.shape, [wide(each[STACK_LAYER]) for each in inputs["weights"][:3]]
+    conv, a_log, dt_bias = weights
+    rounded = lambda x: wide(np.asarray(x).astype(jnp.dtype(spec.dtype)))  # noqa: E731
+    silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
+    out, at = [], 0
+    for length in spec.lengths:
+        x = np.pad(wide(inputs["qkv"][at : at + length]), ((shape.taps - 1, 0), (0, 0)))
+        state = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
+        for t in range(length):
+            mixed = rounded(np.einsum("tc,ct->c", x[t : t + shape.taps], conv))
+            mixed = rounded(silu(mixed))
+            heads = shape.key_heads * shape.key_dim
+            q, k = mixed[: 2 * heads].reshape(2, shape.key_heads, -1)
+            q, k = (e / np.sqrt((e**2).sum(1, keepdims=True) + 1e-6) for e in (q, k))
+            each = shape.value_heads // shape.key_heads
+            q, k = q.repeat(each, 0) / np.sqrt(shape.key_dim), k.repeat(each, 0)
+            v = mixed[2 * heads :].reshape(shape.value_heads, -1)
+            beta, decay = (wide(inputs[name][at + t]) for name in ("beta", "decay"))
+            state *= np.exp(-np.exp(a_log) * np.log1p(np.exp(decay + dt_bias)))[:, None, None]
+            error = (v - np.einsum("hkv,hk->hv", state, k)) / (1 + np.exp(-beta))[:, None]
+            state += np.einsum("hk,hv->hkv", k, error)
+            out.append(np.einsum("hkv,hk->hv", state, q).reshape(-1))
+        at += length
+    return np.stack(out)
+
+
+def check(spec, implementation):
+    for seed in contract.SEEDS:
+        inputs, arena, pages = case(spec, seed)
+        for sizes in ([8] * 8, [1] * 16):
+            got, _ = by_steps(spec, implementation, inputs, arena, pages, sizes)
+            close("gated_delta", spec.dtype, got, recurrence(spec, inputs))
+
+
+def bits_of_any_split(implementation):
+    """Outputs and states, whatever the steps and the other sequences; nothing else is written."""
+    for dtype in contract.dtypes_of_bits(implementation):
+        spec = Spec((13, 30, 1), dtype)
+        inputs, arena, pages = case(spec, 0)
+        want, states = by_steps(spec, implementation, inputs, arena, pages, [8] * 8)
+        for sizes in ([1] * 40, [3, 1, 5, 8] * 10, [8, *[1] * 40]):
+            got, after = by_steps(spec, implementation, inputs, arena, pages, sizes)
+            same_bits(got, want)
+            same_bits(after, states)
+        alone = Spec((30,), dtype)
+        of = {name: inputs[name][13:43] for name in ("qkv", "beta", "decay")}
+        got, after = by_steps(alone, implementation, inputs | of, arena, pages[1:2], [2] * 20)
+        same_bits(got, want[13:43])
+        rows, (page, elements, _) = arena.size, options_of(spec, implementation).page
+        view, before = after.reshape(-1, elements), states.reshape(-1, elements)
+        own = (pages[1][:, None] + np.arange(page)).reshape(-1)
+        same_bits(view[own], before[own])
+        others = np.delete(view, own, axis=0)
+        assert rows and np.all(others == contract.POISON)
+
+
+def refused(changed, options):
+    spec = Spec((3,), "float32")
+    inputs, arena, pages = case(spec, 0)
+    inputs |= {name: np.zeros(shape, np.float32) for name, shape in changed.items()}
+    heads = DeltaHeads(inputs["qkv"], inputs["beta"], inputs["decay"])
+    one = np.zeros(1, np.int32)
+    where = Sequences(pages, one, one, one + 3, np.int32(1))
+    given = options_of(spec, options.get("implementation", "xla"))
+    return api.gated_delta(heads, inputs["weights"], arena, where, 0, given)
+
+
+CONTRACTS = (
+    Contract(
+        "gated_delta",
+        api.IMPLEMENTATIONS,
+        SPECS,
+        check,
+        facts=(bits_of_any_split,),
+        mutant=Mutant.in_record("sequences", "start", lambda s: s + 1, Spec((2,), "float32")),
+        refused=refused,
+        refusals=(
+            ({"qkv": (3, 79)}, {}, r"qkv \(3, 79\), conv \(2, 80, 4\)"),
+            ({"beta": (3, 5)}, {}, r"beta \(3, 5\), decay \(3, 4\); both are \(3, 4\)"),
+            ({}, {"implementation": "cuda"}, "op 'gated_delta' has no implementation 'cuda'"),
+        ),
+    ),
+)
