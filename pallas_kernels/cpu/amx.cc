@@ -195,13 +195,13 @@ struct Coded {
       });
     }
     const int64_t size = f.hidden * bits / 16, plane = at / size, groups = f.hidden / kPart;
-    Plane<kind> weights(plane);
+    Plane<kind> weights(plane, 0);
     for (int64_t r = r0; r < r0 + kMeanwhile; r++, out += kPart) {
       const int64_t row = least(r, count - 1);
       const uint16_t* mine = codes + row * size + at - plane * size;
-      weights.set(splat(scale_f16(extra[row * groups + at / kPart])), false);
+      weights.set(splat(scale_f16(extra[row * groups + at / kPart])), vf{}, false);
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < kPart; i += 2 * L) store(out + i, weights.get((__m512i)load<vu>(mine + i)));
+      for (int64_t i = 0; i < kPart; i += 2 * L) store(out + i, weights.get((__m512i)load<vu>(mine + i), __m512i{}));
       lines_soon(next, (at / kPart * kSide + r) * bits / 4, bits / 4);
     }
   }

@@ -105,21 +105,44 @@ constexpr uint32_t kEscape = 15;  // the code of a weight that the table has
 constexpr int64_t kPart = 128;    // weights decoded at once outside of whole vectors
 
 constexpr int bits_of(Codes kind) {
-  if (kind == Codes::Int8 || kind == Codes::E4M3) return 8;
+  if (kind == Codes::Int8 || kind == Codes::E4M3 || kind == Codes::Zero8) return 8;
   return kind == Codes::Int2 ? 2 : 4;
+}
+
+// Bits of a code above those of bits_of, which lie apart.
+constexpr int highs_of(Codes kind) {
+  return kind == Codes::Int6 ? 2 : kind == Codes::Int5 || kind == Codes::Min5 ? 1 : 0;
 }
 
 // The code that means 0, of integers.
 constexpr float zero_of(Codes kind) {
   if (kind == Codes::Int8) return 128;
+  if (kind == Codes::Int5 || kind == Codes::Int6) return kind == Codes::Int5 ? 16 : 32;
   return kind == Codes::Int4 ? 8 : kind == Codes::Int2 ? 1.5f : 0;
 }
 
-constexpr bool is_int(Codes kind) { return zero_of(kind) > 0; }
+// Integers whose code times scale may be exact and short (short_weights).
+constexpr bool is_plain(Codes kind) {
+  return kind == Codes::Int8 || kind == Codes::Int4 || kind == Codes::Int2;
+}
+constexpr bool is_int(Codes kind) {
+  return kind != Codes::E4M3 && kind != Codes::E2M1 && kind != Codes::IQ4;
+}
+
+// What a group has beside its scale.
+enum class Shift { None, Zero, Minimum };
+constexpr Shift shift_of(Codes kind) {
+  if (kind == Codes::Zero8 || kind == Codes::Zero4) return Shift::Zero;
+  return kind == Codes::Min4 || kind == Codes::Min5 ? Shift::Minimum : Shift::None;
+}
+
+// Of IQ4's codes.
+constexpr int kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // What a code means before its scale.
 constexpr float value_of(Codes kind, int code) {
   if (is_int(kind)) return (float)code - zero_of(kind);
+  if (kind == Codes::IQ4) return (float)kLevels[code];
   const int fractions = kind == Codes::E4M3 ? 3 : 1, all = bits_of(kind) - 1;
   const int exponent = (code & ((1 << all) - 1)) >> fractions;
   float value = (float)((code & ((1 << fractions) - 1)) + (exponent ? 1 << fractions : 0));
@@ -128,11 +151,14 @@ constexpr float value_of(Codes kind, int code) {
   return code >> all ? -value : value;
 }
 
+// How many codes there are.
+constexpr int codes_in(Codes kind) { return 1 << (bits_of(kind) + highs_of(kind)); }
+
 template <Codes kind>
 struct Values {
-  float of[1 << bits_of(kind)];
+  float of[codes_in(kind)];
   constexpr Values() : of() {
-    for (int i = 0; i < 1 << bits_of(kind); i++) of[i] = value_of(kind, i);
+    for (int i = 0; i < codes_in(kind); i++) of[i] = value_of(kind, i);
   }
 };
 template <Codes kind>
@@ -144,7 +170,7 @@ template <Codes kind, int first, int step>
 struct Lanes {
   alignas(64) float of[MOEJAX_LANES];
   constexpr Lanes() : of() {
-    for (int i = 0; i < MOEJAX_LANES; i++) of[i] = value_of(kind, (first + i * step) % (1 << bits_of(kind)));
+    for (int i = 0; i < MOEJAX_LANES; i++) of[i] = value_of(kind, (first + i * step) % codes_in(kind));
   }
 };
 template <Codes kind, int first, int step>
@@ -161,7 +187,7 @@ INLINE bool multiplied_in_parts(const Format& f) {
   const Codes kind = f.matrix[GATE].kind;
   if (f.type != Type::BF16 || f.hidden % (4 * kPart)) return false;
   for (const Coding& c : f.matrix) {
-    const bool ints = kind == Codes::Int8 || kind == Codes::Int4;
+    const bool ints = is_plain(kind) && kind != Codes::Int2;
     const bool known = ints && short_weights(c) && c.across == 1;
     if (c.kind != kind || !(known || kind == Codes::Lossless12)) return false;
   }
@@ -202,6 +228,15 @@ INLINE vf codes_of(vu lanes) {
   return __builtin_convertvector((vi)codes, vf);
 }
 
+// Values before their scale, scaled, with a zero or a minimum where a kind has one. A zero's distance
+// is exact; so is a product to which a minimum is added, so that it is rounded once, fused or not.
+template <Codes kind>
+INLINE vf scaled_of(vf values, vf scale, vf shift) {
+  if constexpr (shift_of(kind) == Shift::Zero) return (values - shift) * scale;
+  if constexpr (shift_of(kind) == Shift::Minimum) return values * scale + shift;
+  return values * scale;
+}
+
 // Rounded to float16, and still float32.
 INLINE vf through_f16(vf v) {
 #if defined(__AVX512F__) && MOEJAX_LANES == 16
@@ -223,10 +258,20 @@ INLINE vu upper_bf16(vf v) {
 // The values of some bits from `bit` of each lane on, before their scale. A float of few bits is put
 // where float32 has exponent and fraction; of those without an exponent, whose fraction then counts
 // half too little, twice the number less the power of two is right, and less than the number.
+// highs: the upper bits of each lane's code, above its others.
 template <Codes kind, int bit>
-INLINE vf values_of(vu lanes) {
+INLINE vf values_of(vu lanes, vu highs) {
   constexpr int bits = bits_of(kind);
+  if constexpr (highs_of(kind) > 0) {
+    const vu low = (lanes >> bit) & ((1u << bits) - 1);
+    return __builtin_convertvector((vi)(low | highs), vf) - zero_of(kind);
+  }
   if constexpr (is_int(kind)) return codes_of<bits, bit>(lanes) - zero_of(kind);
+  if constexpr (kind == Codes::IQ4) {
+    vf levels;
+    for (int i = 0; i < L; i++) levels[i] = kValues<kind>.of[(lanes[i] >> bit) & 15];
+    return levels;
+  }
   constexpr int fractions = kind == Codes::E4M3 ? 3 : 1, least_exponent = kind == Codes::E4M3 ? -7 : -1;
   constexpr int shift = 23 - fractions - bit;
   constexpr uint32_t mask = ((1u << (bits - 1)) - 1) << (23 - fractions);
@@ -248,28 +293,49 @@ constexpr int64_t kSoonIn = 8, kSoonDown = 2;
 INLINE void soon(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
 
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
+// Codes of a plane at the lowest bits of elements, with their upper bits of another plane; what is
+// above them is of other codes.
+template <Codes kind>
+struct Index {
+  static constexpr int bits = bits_of(kind);
+  __m512i shift, high_shift;
+  INLINE explicit Index(int64_t plane, int64_t high_plane)
+      : shift(_mm512_set1_epi16((short)(bits * plane))),
+        high_shift(_mm512_set1_epi16((short)(highs_of(kind) * high_plane))) {}
+  INLINE __m512i get(__m512i codes, __m512i highs) const {
+    const __m512i low = _mm512_srlv_epi16(codes, shift);
+    if constexpr (highs_of(kind) == 0) return low;
+    const __m512i high = _mm512_slli_epi16(_mm512_srlv_epi16(highs, high_shift), bits);
+    const __m512i lowest = _mm512_set1_epi16((1 << bits) - 1);
+    return _mm512_ternarylogic_epi64(lowest, low, high, 0xca);  // of low where lowest has ones
+  }
+};
+
 // 2·L weights of a plane that share a scale, in their order.
 template <Codes kind>
 struct Plane {
   // The weights that the scale gives are a table of VPERMW: it looks at five bits of an index, so the
   // weights of fewer bits are there several times and nothing above a code has to be cut off.
-  static constexpr int bits = bits_of(kind);
-  __m512i shift, table;
-  INLINE explicit Plane(int64_t plane) : shift(_mm512_set1_epi16((short)(bits * plane))) {}
-  // half: products are rounded to float16 at first.
-  INLINE void set(vf scale, bool half) {
+  const Index<kind> index;
+  __m512i table;
+  INLINE explicit Plane(int64_t plane, int64_t high_plane) : index(plane, high_plane) {}
+  // shift: of the group's zero or minimum. half: products are rounded to float16 at first.
+  INLINE void set(vf scale, vf shift, bool half) {
+    const auto weights = [=](const float* values) {
+      const vf all = scaled_of<kind>(load<vf>(values), scale, shift);
+      return half ? through_f16(all) : all;
+    };
 #ifdef __AVX512BF16__
-    vf weights = load<vf>(kLanes<kind, 0, 1>.of) * scale;
-    if (half) weights = through_f16(weights);
-    table = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights, (__m512)weights);
+    const vf low = weights(kLanes<kind, 0, 1>.of);
+    const vf high = codes_in(kind) > L ? weights(kLanes<kind, L, 1>.of) : low;
+    table = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 #else
-    vf even = load<vf>(kLanes<kind, 0, 2>.of) * scale, odd = load<vf>(kLanes<kind, 1, 2>.of) * scale;
-    if (half) even = through_f16(even), odd = through_f16(odd);
+    const vf even = weights(kLanes<kind, 0, 2>.of), odd = weights(kLanes<kind, 1, 2>.of);
     table = (__m512i)((upper_bf16(even) >> 16) | upper_bf16(odd));
 #endif
   }
-  INLINE __m512i get(__m512i codes) const {
-    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shift), table);
+  INLINE __m512i get(__m512i codes, __m512i highs) const {
+    return _mm512_permutexvar_epi16(index.get(codes, highs), table);
   }
 };
 
@@ -283,7 +349,7 @@ struct Numbers {
   vu mask, power;
   __m512i first, second;  // of VPERMB
   vf zero;
-  INLINE explicit Numbers(int64_t plane) {
+  INLINE explicit Numbers(int64_t plane, int64_t) {
     const uint32_t bit = bits == 8 ? 8 : (uint32_t)(bits * plane), exponent = (127 + 23 - bit) << 23;
     mask = (((1u << bits) - 1) << bit) - vu{}, power = exponent - vu{};
     zero = splat(as_float(exponent) + (float)(int)zero_of(kind));
@@ -304,7 +370,7 @@ struct Numbers {
   }
   // Before their scale, and `less` times less.
   static constexpr float less = 1;
-  INLINE Pair values(__m512i codes) const {
+  INLINE Pair values(__m512i codes, __m512i) const {
     Pair pair = get(codes);
     pair = {pair.first - zero, pair.second - zero};
     if (bits == 2) pair = {pair.first - 0.5f, pair.second - 0.5f};
@@ -312,13 +378,38 @@ struct Numbers {
   }
 };
 
+// 16-bit integers as float32.
+INLINE Pair as_floats(__m512i integers) {
+  const __m512i first = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(integers));
+  const __m512i second = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(integers, 1));
+  return {(vf)_mm512_cvtepi32_ps(first), (vf)_mm512_cvtepi32_ps(second)};
+}
+
+// Codes in two parts.
+template <Codes kind>
+struct Split {
+  static constexpr float less = 1;
+  const Index<kind> index;
+  INLINE explicit Split(int64_t plane, int64_t high_plane) : index(plane, high_plane) {}
+  INLINE Pair values(__m512i codes, __m512i highs) const {
+    const __m512i cut = _mm512_set1_epi16(codes_in(kind) - 1), zero = _mm512_set1_epi16((short)zero_of(kind));
+    return as_floats(_mm512_sub_epi16(_mm512_and_si512(index.get(codes, highs), cut), zero));
+  }
+};
+template <>
+struct Numbers<Codes::Int5> : Split<Codes::Int5> { using Split::Split; };
+template <>
+struct Numbers<Codes::Min5> : Split<Codes::Min5> { using Split::Split; };
+template <>
+struct Numbers<Codes::Int6> : Split<Codes::Int6> { using Split::Split; };
+
 // float16 has e4m3's exponent and fraction as its own last bits, and another power of two.
 template <>
 struct Numbers<Codes::E4M3> {
   static constexpr float less = 0x1p8f;
   __m128i shift;
-  INLINE explicit Numbers(int64_t plane) : shift(_mm_cvtsi32_si128(plane ? 0 : 8)) {}
-  INLINE Pair values(__m512i codes) const {
+  INLINE explicit Numbers(int64_t plane, int64_t) : shift(_mm_cvtsi32_si128(plane ? 0 : 8)) {}
+  INLINE Pair values(__m512i codes, __m512i) const {
     const __m512i cut = _mm512_set1_epi16((short)0xbf80);
     const __m512i half = _mm512_and_si512(_mm512_srai_epi16(_mm512_sll_epi16(codes, shift), 1), cut);
     return {(vf)_mm512_cvtph_ps(_mm512_castsi512_si256(half)),
@@ -326,50 +417,65 @@ struct Numbers<Codes::E4M3> {
   }
 };
 
-// e2m1 from a table of bfloat16, which is exact.
-template <>
-struct Numbers<Codes::E2M1> {
+// Values from a table of bfloat16, which is exact.
+template <Codes kind>
+struct Looked {
   static constexpr float less = 1;
-  Plane<Codes::E2M1> plane;
-  INLINE explicit Numbers(int64_t number) : plane(number) { plane.set(splat(1), false); }
-  INLINE Pair values(__m512i codes) const {
-    const __m512i both = plane.get(codes);
+  Plane<kind> plane;
+  INLINE explicit Looked(int64_t number, int64_t) : plane(number, 0) { plane.set(splat(1), vf{}, false); }
+  INLINE Pair values(__m512i codes, __m512i highs) const {
+    const __m512i both = plane.get(codes, highs);
     return {(vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16),
             (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16)};
   }
 };
 
+template <>
+struct Numbers<Codes::E2M1> : Looked<Codes::E2M1> { using Looked::Looked; };
+template <>
+struct Numbers<Codes::IQ4> : Looked<Codes::IQ4> { using Looked::Looked; };
+
 INLINE __m512i narrowed(vf first, vf second) {
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
+
+// Weights by arithmetic: of more codes than a table has.
+template <Codes kind>
+struct Computed {
+  const Numbers<kind> numbers;
+  vf scale, shift;
+  bool half;
+  INLINE explicit Computed(int64_t plane, int64_t high_plane) : numbers(plane, high_plane) {}
+  INLINE void set(vf same, vf and_shift, bool through) {
+    scale = same * Numbers<kind>::less, shift = and_shift, half = through;
+  }
+  INLINE __m512i get(__m512i codes, __m512i highs) const {
+    Pair pair = numbers.values(codes, highs);
+    pair = {scaled_of<kind>(pair.first, scale, shift), scaled_of<kind>(pair.second, scale, shift)};
+    if (half) pair = {through_f16(pair.first), through_f16(pair.second)};
+    return narrowed(pair.first, pair.second);
+  }
+};
+template <>
+struct Plane<Codes::E4M3> : Computed<Codes::E4M3> { using Computed::Computed; };
+template <>
+struct Plane<Codes::Zero8> : Computed<Codes::Zero8> { using Computed::Computed; };
+template <>
+struct Plane<Codes::Int6> : Computed<Codes::Int6> { using Computed::Computed; };
 
 template <>
 struct Plane<Codes::Int8> {
   const Numbers<Codes::Int8> numbers;
   vf scale, zero;
-  INLINE explicit Plane(int64_t plane) : numbers(plane) {}
-  INLINE void set(vf same, bool) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
-  INLINE __m512i get(__m512i codes) const {
+  INLINE explicit Plane(int64_t plane, int64_t) : numbers(plane, 0) {}
+  INLINE void set(vf same, vf, bool) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
+  INLINE __m512i get(__m512i codes, __m512i) const {
     const Pair pair = numbers.get(codes);
     return narrowed((vf)_mm512_fmsub_ps((__m512)pair.first, (__m512)scale, (__m512)zero),
                     (vf)_mm512_fmsub_ps((__m512)pair.second, (__m512)scale, (__m512)zero));
   }
 };
 
-template <>
-struct Plane<Codes::E4M3> {
-  const Numbers<Codes::E4M3> numbers;
-  vf scale;
-  bool half;
-  INLINE explicit Plane(int64_t plane) : numbers(plane) {}
-  INLINE void set(vf same, bool through) { scale = same * 0x1p8f, half = through; }
-  INLINE __m512i get(__m512i codes) const {
-    Pair pair = numbers.values(codes);
-    pair = {pair.first * scale, pair.second * scale};
-    if (half) pair = {through_f16(pair.first), through_f16(pair.second)};
-    return narrowed(pair.first, pair.second);
-  }
-};
 constexpr int kWidest = 8;
 #else
 constexpr int kWidest = 4;  // bits of codes that have a Plane

@@ -437,37 +437,108 @@ void unpack(Type kind, const float* total, int64_t n, float* out) {
   }
 }
 
-// Scales [first, first + n) of a matrix.
-void scales_of(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t n,
-               float* out) {
-  const Coding& c = f.matrix[matrix];
-  const uint16_t* scales = record + c.extra * f.hidden;
-  if (c.scale == ScaleType::F16) return widen(Type::F16, scales + first, n, out);
-  if (c.scale == ScaleType::BF16) return widen(Type::BF16, scales + first, n, out);
-  if (c.scale == ScaleType::F32) return widen(Type::F32, scales + 2 * first, n, out);
-  const uint8_t* exponents = (const uint8_t*)scales + first;
+// n numbers of a part from its number `first` on.
+void numbers_of(ScaleType type, const uint16_t* part, int64_t first, int64_t n, float* out) {
+  if (type == ScaleType::F16) return widen(Type::F16, part + first, n, out);
+  if (type == ScaleType::BF16) return widen(Type::BF16, part + first, n, out);
+  if (type == ScaleType::F32) return widen(Type::F32, part + 2 * first, n, out);
+  const uint8_t* bytes = (const uint8_t*)part + first;
+  if (type == ScaleType::U8) {
+    for (int64_t i = 0; i < n; i++) out[i] = (float)bytes[i];
+  }
+  if (type == ScaleType::I8) {
+    for (int64_t i = 0; i < n; i++) out[i] = (float)(int8_t)bytes[i];
+  }
+  if (type == ScaleType::E4M3) {
+    for (int64_t i = 0; i < n; i++) out[i] = kValues<Codes::E4M3>.of[bytes[i]];
+  }
+  if (type != ScaleType::E8M0) return;
   for (int64_t i = 0; i < n; i++) {
-    out[i] = as_float(exponents[i] ? (uint32_t)exponents[i] << 23 : 1u << 22);
+    out[i] = as_float(bytes[i] ? (uint32_t)bytes[i] << 23 : 1u << 22);
   }
 }
 
+bool has_shifts(Codes kind) { return kind >= Codes::Zero8 && kind <= Codes::Min5; }
+
+constexpr int64_t kScales = 256;  // widened at once
+
+// x[i] *= the float16 that numbers from `first` on of a line share: of gate and up one for
+// `super` numbers that follow each other, of down one for each column of `super` lines.
+void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t part, int64_t line,
+                  int64_t length, int64_t first, int64_t n, float sign, float* x) {
+  const int64_t super = f.matrix[matrix].super;
+  const uint16_t* supers = record + part * f.hidden;
+  if (matrix == DOWN) {
+    for (int64_t at = 0; at < n; at += kScales) {
+      float own[kScales];
+      const int64_t count = least(kScales, n - at);
+      numbers_of(ScaleType::F16, supers, line / super * length + first + at, count, own);
+      for (int64_t i = 0; i < count; i++) x[at + i] *= sign * own[i];
+    }
+    return;
+  }
+  supers += line * ((length + super - 1) / super);
+  for (int64_t at = first, end = first + n; at < end;) {
+    const int64_t stop = least(end, (at / super + 1) * super);
+    const float own = sign * wide_f16(supers[at / super]);
+    for (; at < stop; at++) x[at - first] *= own;
+  }
+}
+
+// Scales, and zeros or minimums where there are any, of the groups from `first` on of a line: a row
+// of gate or up (or `across` of them), or a group of down's rows.
+void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line, int64_t first,
+               int64_t n, float* scale, float* shift) {
+  const Coding& c = f.matrix[matrix];
+  const int64_t along = matrix == DOWN ? c.across : c.group;
+  const int64_t length = (f.hidden + along - 1) / along, at = line * length + first;
+  numbers_of(c.scale, record + c.extra * f.hidden, at, n, scale);
+  if (c.super) times_supers(f, record, matrix, c.supers, line, length, first, n, 1, scale);
+  if (c.whole != Whole::None) {
+    float one;
+    memcpy(&one, record + c.global * f.hidden, sizeof one);
+    for (int64_t i = 0; i < n; i++) scale[i] = c.whole == Whole::Times ? scale[i] * one : scale[i] / one;
+  }
+  if (!has_shifts(c.kind)) return;
+  const bool zeros = c.kind == Codes::Zero8 || c.kind == Codes::Zero4;
+  numbers_of(zeros ? ScaleType::U8 : c.scale, record + c.shifts * f.hidden, at, n, shift);
+  if (zeros || !c.super) return;
+  times_supers(f, record, matrix, c.min_supers, line, length, first, n, -1, shift);
+}
+
+// Elements of codes, and of their upper bits, each with the plane that is meant.
+struct Elements {
+  const uint16_t* codes;
+  int64_t plane;
+  const uint16_t* highs;
+  int64_t high_plane;
+  Elements from(int64_t at) const { return {codes + at, plane, highs + at, high_plane}; }
+};
+
 // 2·L bfloat16 weights from each 2·L elements: even ones and odd ones are the halves of 32-bit lanes,
 // before and after. scales(at, odd): of even or of odd ones. quick: (code − zero) · scale is exact
-// and short (short_weights), and scales are as scale_of has them.
+// and short (short_weights), and scales are as scale_of has them; else their zeros are a group's zero
+// or minimum.
 template <Codes kind, int plane, bool quick, class Scales>
-INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, bool half, Scales scales, uint16_t* out) {
+INLINE int64_t pairs_of(Elements c, int64_t n, bool half, Scales scales, uint16_t* out) {
   constexpr int bits = bits_of(kind);
   int64_t at = 0;
   for (; at + 2 * L <= n; at += 2 * L) {
-    const vu both = load<vu>(codes + at);
+    const vu both = load<vu>(c.codes + at);
     const Scale first = scales(at, 0), second = scales(at, 1);
     if constexpr (quick) {
       const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
       const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.large, second.zero);
       store(out + at, ((vu)even >> 16) | (vu)odd);
     } else {
-      vf even = values_of<kind, bits * plane>(both) * first.large;
-      vf odd = values_of<kind, 16 + bits * plane>(both) * second.large;
+      vu low = {}, high = {};
+      if constexpr (highs_of(kind) > 0) {
+        const vu highs = load<vu>(c.highs + at) >> (uint32_t)(highs_of(kind) * c.high_plane);
+        constexpr uint32_t mask = (1u << highs_of(kind)) - 1;
+        low = (highs & mask) << bits, high = ((highs >> 16) & mask) << bits;
+      }
+      vf even = scaled_of<kind>(values_of<kind, bits * plane>(both, low), first.large, first.zero);
+      vf odd = scaled_of<kind>(values_of<kind, 16 + bits * plane>(both, high), second.large, second.zero);
       if (half) even = through_f16(even), odd = through_f16(odd);
       store(out + at, (upper_bf16(even) >> 16) | upper_bf16(odd));
     }
@@ -478,30 +549,34 @@ INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, bool half, Scales scal
 // Whether the weights of a format are multiplied and rounded at once.
 template <Codes kind>
 INLINE bool is_quick(const Coding& c) {
-  return is_int(kind) && short_weights(c);
+  return is_plain(kind) && short_weights(c);
 }
 
 // Returns how many of the n weights were whole vectors.
 template <Codes kind, class Scales>
-INLINE int64_t pairs(const Coding& c, int64_t plane, const uint16_t* codes, int64_t n, Scales scales,
-                     uint16_t* out) {
+INLINE int64_t pairs(const Coding& c, Elements e, int64_t n, Scales scales, uint16_t* out) {
   const bool half = c.product == Rounding::F16;
-  return chosen<0, 16 / bits_of(kind) - 1>(plane, [=, &c](auto p) {
-    if constexpr (is_int(kind)) {
-      if (is_quick<kind>(c)) return pairs_of<kind, p.value, true>(codes, n, half, scales, out);
+  return chosen<0, 16 / bits_of(kind) - 1>(e.plane, [=, &c](auto p) {
+    if constexpr (is_plain(kind)) {
+      if (is_quick<kind>(c)) return pairs_of<kind, p.value, true>(e, n, half, scales, out);
     }
-    return pairs_of<kind, p.value, false>(codes, n, half, scales, out);
+    return pairs_of<kind, p.value, false>(e, n, half, scales, out);
   });
 }
 
-// The same one by one, in any dtype. scale: of each weight, or of all where step is 0.
+// The same one by one, in any dtype. scale: of each weight, or of all where step is 0; shift too.
 template <Codes kind>
-__attribute__((noinline)) void singles(const Coding& c, Type type, const uint16_t* codes, int plane, int64_t n,
-                                       const float* scale, int64_t step, void* out, int64_t at) {
-  constexpr int bits = bits_of(kind);
+__attribute__((noinline)) void singles(const Coding& c, Type type, Elements e, int64_t n,
+                                       const float* scale, const float* shift, int64_t step, void* out,
+                                       int64_t at) {
+  constexpr int bits = bits_of(kind), more = highs_of(kind);
   for (int64_t i = 0; i < n; i++) {
-    const int32_t code = (codes[i] >> (bits * plane)) & ((1 << bits) - 1);
-    float weight = kValues<kind>.of[code] * scale[i * step];
+    int32_t code = (e.codes[i] >> (bits * e.plane)) & ((1 << bits) - 1);
+    if (more) code |= ((e.highs[i] >> (more * e.high_plane)) & ((1 << more) - 1)) << bits;
+    float weight = kValues<kind>.of[code];
+    if (shift_of(kind) == Shift::Zero) weight -= shift[i * step];
+    weight *= scale[i * step];
+    if (shift_of(kind) == Shift::Minimum) weight += shift[i * step];
     if (c.product == Rounding::F16) weight = wide_f16(f16(weight));
     if (c.product == Rounding::BF16) weight = as_float((uint32_t)bf16(weight) << 16);
     if (type == Type::BF16) ((uint16_t*)out)[at + i] = bf16(weight);
@@ -517,13 +592,14 @@ struct Table {
 };
 
 template <Codes kind>
-INLINE Table table_of(float scale, bool half) {
+INLINE Table table_of(float scale, float shift, bool half) {
   alignas(64) static constexpr float values[2][8] = {
       {value_of(kind, 0), value_of(kind, 1), value_of(kind, 2), value_of(kind, 3), value_of(kind, 8),
        value_of(kind, 9), value_of(kind, 10), value_of(kind, 11)},
       {value_of(kind, 4), value_of(kind, 5), value_of(kind, 6), value_of(kind, 7), value_of(kind, 12),
        value_of(kind, 13), value_of(kind, 14), value_of(kind, 15)}};
-  vf first = load<vf>(values[0]) * scale, second = load<vf>(values[1]) * scale;
+  vf first = scaled_of<kind>(load<vf>(values[0]), splat(scale), splat(shift));
+  vf second = scaled_of<kind>(load<vf>(values[1]), splat(scale), splat(shift));
   if (half) first = through_f16(first), second = through_f16(second);
   const vu both = (upper_bf16(first) >> 16) | upper_bf16(second);
   const __m256i bytes = _mm256_shuffle_epi8(
@@ -567,17 +643,18 @@ INLINE int64_t looked_up(const uint16_t* codes, int64_t n, Table table, uint16_t
 
 // Some weights of a row of gate or up, in one plane.
 struct Stretch {
-  int64_t plane, first, n;  // first: within its group
-  const uint16_t* codes;
-  const float* scales;  // of its groups
+  Elements elements;
+  int64_t first, n;  // first: within its group
+  const float *scales, *shifts;  // of its groups
 };
 
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
 // Whether a Plane has the weights.
 template <Codes kind>
 INLINE bool has_plane(const Coding& c, Type type) {
-  if (kind == Codes::Int8 && (c.scale == ScaleType::F32 || c.product == Rounding::F16)) return false;
-  return type == Type::BF16 && bits_of(kind) <= kWidest;
+  const bool short_scale = c.scale <= ScaleType::BF16 || c.scale == ScaleType::E8M0;
+  if (kind == Codes::Int8 && (!short_scale || c.product == Rounding::F16)) return false;
+  return type == Type::BF16;
 }
 
 // next: where the line is that is asked for at the first of the weights.
@@ -585,12 +662,16 @@ template <Codes kind>
 INLINE void decode_planes(const Coding& c, const Stretch& s, const uint16_t* next, uint16_t* out) {
   constexpr int bits = bits_of(kind);
   const bool half = c.product == Rounding::F16;
-  Plane<kind> weights(s.plane);
-  const float* scale = s.scales;
+  Plane<kind> weights(s.elements.plane, s.elements.high_plane);
+  const float *scale = s.scales, *shift = s.shifts;
+  const uint16_t *codes = s.elements.codes, *highs = s.elements.highs;
   for (int64_t i = 0, stop = c.group - s.first; i < s.n; stop += c.group) {
-    weights.set(splat(*scale++), half);
+    weights.set(splat(*scale++), shift_of(kind) == Shift::None ? vf{} : splat(*shift++), half);
     stop = least(stop, s.n);
-    const auto put = [&](int64_t at) { store(out + at, weights.get((__m512i)load<vu>(s.codes + at))); };
+    const auto put = [&](int64_t at) {
+      const __m512i more = highs_of(kind) ? (__m512i)load<vu>(highs + at) : __m512i{};
+      store(out + at, weights.get((__m512i)load<vu>(codes + at), more));
+    };
     for (; i + kPart <= stop; i += kPart) {
 #pragma GCC unroll 4
       for (int64_t j = 0; j < kPart; j += 2 * L) {
@@ -602,7 +683,10 @@ INLINE void decode_planes(const Coding& c, const Stretch& s, const uint16_t* nex
       if (i * bits % 512 < 2 * L * bits) soon(next + i * bits / 16);
       put(i);
     }
-    if (i < stop) store_first(out + i, stop - i, weights.get(load_first(s.codes + i, stop - i)));
+    if (i < stop) {
+      const __m512i more = highs_of(kind) ? load_first(highs + i, stop - i) : __m512i{};
+      store_first(out + i, stop - i, weights.get(load_first(codes + i, stop - i), more));
+    }
     i = stop;
   }
 }
@@ -610,20 +694,17 @@ INLINE void decode_planes(const Coding& c, const Stretch& s, const uint16_t* nex
 
 // Whole vectors of a row that share a scale; returns their weights.
 template <Codes kind>
-INLINE int64_t group_of(const Coding& c, int64_t plane, const uint16_t* codes, int64_t n, float scale,
-                        uint16_t* out) {
+INLINE int64_t group_of(const Coding& c, Elements e, int64_t n, float scale, float shift, uint16_t* out) {
   int64_t at = 0;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
-  if constexpr (bits_of(kind) == 4) {
-    const Table table = table_of<kind>(scale, c.product == Rounding::F16);
-    at = chosen<0, 3>(plane, [=](auto p) { return looked_up<p.value>(codes, n, table, out); });
+  if constexpr (codes_in(kind) == 16) {
+    const Table table = table_of<kind>(scale, shift, c.product == Rounding::F16);
+    at = chosen<0, 3>(e.plane, [=](auto p) { return looked_up<p.value>(e.codes, n, table, out); });
   }
 #endif
-  const Scale same = is_quick<kind>(c) ? scale_of<kind>(scale) : Scale{splat(scale), vf{}};
-  return at + pairs<kind>(c, plane, codes + at, n - at, [same](int64_t, int) { return same; }, out + at);
+  const Scale same = is_quick<kind>(c) ? scale_of<kind>(scale) : Scale{splat(scale), splat(shift)};
+  return at + pairs<kind>(c, e.from(at), n - at, [same](int64_t, int) { return same; }, out + at);
 }
-
-constexpr int64_t kScales = 256;  // of a row, widened at once
 
 // gate and up: element e of a row holds the codes of columns e + j · D/P.
 template <Codes kind>
@@ -631,21 +712,25 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
                int64_t count, void* out) {
   const int64_t size = f.hidden * bits_of(kind) / 16, end = first + count;
   const Coding& c = f.matrix[matrix];
-  const int64_t groups = (f.hidden + c.group - 1) / c.group;
-  const int64_t scales = (c.across == 1 ? row : row / c.across) * groups;
+  const int64_t line = c.across == 1 ? row : row / c.across;
   const uint16_t* codes = record + c.codes * f.hidden + row * size;
-  float scale[kScales];
-  int64_t plane = first / size;
+  constexpr int more = highs_of(kind);
+  const int64_t high_size = more ? f.hidden * more / 16 : f.hidden;  // of a plane of upper bits
+  const uint16_t* highs = record + c.highs * f.hidden + row * high_size;
+  float scale[kScales], shift[kScales];
   for (int64_t at = first; at < end;) {
     const int64_t group = at / c.group, begin = group * c.group;
-    const int64_t stop = least(least(end, (plane + 1) * size), begin + kScales * c.group);
+    const int64_t plane = at / size, high_plane = at / high_size;
+    int64_t stop = least(least(end, (plane + 1) * size), begin + kScales * c.group);
+    if (more) stop = least(stop, (high_plane + 1) * high_size);
     const int64_t count = (stop - begin + c.group - 1) / c.group;
-    scales_of(f, record, matrix, scales + group, count, scale);
-    const Stretch s = {plane, at - begin, stop - at, codes + at - plane * size, scale};
+    groups_of(f, record, matrix, line, group, count, scale, shift);
+    const Elements e = {codes + at - plane * size, plane, highs + at - high_plane * high_size, high_plane};
+    const Stretch s = {e, at - begin, stop - at, scale, shift};
     const int64_t place = at - first;
-    at = stop, plane += at == (plane + 1) * size;
+    at = stop;
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
-    if constexpr (bits_of(kind) <= kWidest) {
+    if constexpr (bits_of(kind) + highs_of(kind) <= kWidest) {
       if (has_plane<kind>(c, f.type)) {
         const uint16_t* next = codes + kSoonIn * size + (first + place) * bits_of(kind) / 16;
         decode_planes<kind>(c, s, next, (uint16_t*)out + place);
@@ -657,10 +742,10 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
       last = least(last, s.n);
       if (f.type == Type::BF16) {
         uint16_t* to = (uint16_t*)out + place + i;
-        i += group_of<kind>(c, s.plane, s.codes + i, last - i, scale[g], to);
+        i += group_of<kind>(c, e.from(i), last - i, scale[g], shift[g], to);
       }
       if (i < last) {
-        singles<kind>(c, f.type, s.codes + i, (int)s.plane, last - i, scale + g, 0, out, place + i);
+        singles<kind>(c, f.type, e.from(i), last - i, scale + g, shift + g, 0, out, place + i);
       }
       i = last;
     }
@@ -681,45 +766,59 @@ void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t f
   const int64_t size = (f.width + planes - 1) / planes, plane = row / size;
   const Coding& c = f.matrix[DOWN];
   const uint16_t* codes = record + (c.codes + row - plane * size) * f.hidden + first;
+  constexpr int64_t more = highs_of(kind), high_planes = more ? 16 / more : 1;
+  const int64_t high_size = (f.width + high_planes - 1) / high_planes, high_plane = row / high_size;
+  const uint16_t* highs = record + (c.highs + row - high_plane * high_size) * f.hidden + first;
+  const Elements e = {codes, plane, highs, high_plane};
   const float* scale = scales + row / c.group * 2 * padded(count);
   int64_t at = 0;
 #if defined(__AVX512BF16__) && MOEJAX_LANES == 16
   const bool half = c.product == Rounding::F16;
   if (f.type == Type::BF16) {
-    const Numbers<kind> numbers(plane);
+    const Numbers<kind> numbers(plane, high_plane);
+    const float* shift = scale + padded(count);
     const uint16_t* next = codes + kSoonDown * f.hidden + plane * count / planes;
-    const auto weights = [&](__m512i codes) {
-      Pair pair = numbers.values(codes);
-      pair = {pair.first * load<vf>(scale + at), pair.second * load<vf>(scale + at + L)};
+    const auto weights = [&](__m512i codes, __m512i highs) {
+      Pair pair = numbers.values(codes, highs);
+      const bool shifts = shift_of(kind) != Shift::None;
+      const vf first = shifts ? load<vf>(shift + at) : vf{}, second = shifts ? load<vf>(shift + at + L) : vf{};
+      pair = {scaled_of<kind>(pair.first, load<vf>(scale + at), first),
+              scaled_of<kind>(pair.second, load<vf>(scale + at + L), second)};
       if (half) pair = {through_f16(pair.first), through_f16(pair.second)};
       return narrowed(pair.first, pair.second);
     };
     for (; at + 2 * L <= count; at += 2 * L) {
       soon(next + at * bits / 16);
-      store((uint16_t*)out + at, weights((__m512i)load<vu>(codes + at)));
+      const __m512i upper = more ? (__m512i)load<vu>(highs + at) : __m512i{};
+      store((uint16_t*)out + at, weights((__m512i)load<vu>(codes + at), upper));
     }
     if (at == count) return;
-    return store_first((uint16_t*)out + at, count - at, weights(load_first(codes + at, count - at)));
+    const __m512i upper = more ? load_first(highs + at, count - at) : __m512i{};
+    return store_first((uint16_t*)out + at, count - at, weights(load_first(codes + at, count - at), upper));
   }
 #else
   if (f.type == Type::BF16) {
     const auto scales = [scale](int64_t i, int odd) { return scale_at(scale, i, odd); };
-    at = pairs<kind>(c, plane, codes, count, scales, (uint16_t*)out);
+    at = pairs<kind>(c, e, count, scales, (uint16_t*)out);
   }
 #endif
-  singles<kind>(c, f.type, codes + at, (int)plane, count - at, scale + 2 * at, 1, out, at);
+  // The columns behind whole vectors: see down_scales.
+  const float* rest = scale + 2 * at;
+  const float* shift = f.type == Type::BF16 ? rest + 2 * L : scale + padded(count);
+  singles<kind>(c, f.type, e.from(at), count - at, rest, shift, 1, out, at);
 }
 
 // Of `count` columns from `first` on, of a group of rows.
 void column_scales(const Format& f, const uint16_t* record, int64_t group, int64_t first, int64_t count,
-                   float* out) {
-  const int64_t across = f.matrix[DOWN].across, row = group * ((f.hidden + across - 1) / across);
-  if (across == 1) return scales_of(f, record, DOWN, row + first, count, out);
+                   float* scale, float* shift) {
+  const int64_t across = f.matrix[DOWN].across;
+  if (across == 1) return groups_of(f, record, DOWN, group, first, count, scale, shift);
   for (int64_t at = 0; at < count;) {
     const int64_t block = (first + at) / across;
     const int64_t stop = least(count, (block + 1) * across - first);
-    scales_of(f, record, DOWN, row + block, 1, out + at);
-    for (const float same = out[at]; at < stop; at++) out[at] = same;
+    float same[2] = {};
+    groups_of(f, record, DOWN, group, block, 1, same, same + 1);
+    for (; at < stop; at++) scale[at] = same[0], shift[at] = same[1];
   }
 }
 
@@ -730,25 +829,36 @@ void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t
   for (int64_t group = 0; group * c.group < f.width; group++) {
     float* mine = out + group * 2 * padded(count);
 #if defined(__AVX512BF16__) && MOEJAX_LANES == 16
-    column_scales(f, record, group, first, count, mine);
+    column_scales(f, record, group, first, count, mine, mine + padded(count));
     if (c.kind != Codes::E4M3 || f.type != Type::BF16) continue;
     for (int64_t i = 0; i < count; i++) mine[i] *= Numbers<Codes::E4M3>::less;
 #else
-    // Whole vectors as `scale_at` reads them; the columns behind them have plain scales.
-    const float* plain = mine + (f.type == Type::BF16 ? padded(count) : 0);
-    column_scales(f, record, group, first, count, mine + (plain - mine));
-    if (f.type != Type::BF16) continue;
-    const bool quick = is_int(c.kind) && short_weights(c);
-    const float large = quick ? 0x1p16f : 1, zero = -zero_of(c.kind);
-    int64_t at = 0;
-    for (; at + 2 * L <= count; at += 2 * L, mine += 4 * L, plain += 2 * L) {
-      vf even, odd;
-      for (int i = 0; i < L; i++) even[i] = plain[2 * i], odd[i] = plain[2 * i + 1];
-      even = even * large, odd = odd * large;
-      store(mine, even), store(mine + L, odd);
-      store(mine + 2 * L, even * zero), store(mine + 3 * L, odd * zero);
+    if (f.type != Type::BF16) {
+      column_scales(f, record, group, first, count, mine, mine + padded(count));
+      continue;
     }
-    memmove(mine, plain, (count - at) * sizeof *mine);
+    // Whole vectors as `scale_at` reads them; the columns behind them have plain scales, and 2·L
+    // floats on their zeros or minimums.
+    const bool quick = is_plain(c.kind) && short_weights(c);
+    const float large = quick ? 0x1p16f : 1, zero = -zero_of(c.kind);
+    for (int64_t start = 0; start < count; start += kScales) {
+      float scale[kScales], shift[kScales];
+      const int64_t n = least(kScales, count - start);
+      column_scales(f, record, group, first + start, n, scale, shift);
+      int64_t at = 0;
+      for (; at + 2 * L <= n; at += 2 * L, mine += 4 * L) {
+        vf even, odd, even_zero, odd_zero;
+        for (int i = 0; i < L; i++) even[i] = scale[at + 2 * i], odd[i] = scale[at + 2 * i + 1];
+        even = even * large, odd = odd * large, even_zero = even * zero, odd_zero = odd * zero;
+        for (int i = 0; i < L && has_shifts(c.kind); i++) {
+          even_zero[i] = shift[at + 2 * i], odd_zero[i] = shift[at + 2 * i + 1];
+        }
+        store(mine, even), store(mine + L, odd);
+        store(mine + 2 * L, even_zero), store(mine + 3 * L, odd_zero);
+      }
+      memcpy(mine, scale + at, (n - at) * sizeof *mine);
+      if (has_shifts(c.kind)) memcpy(mine + 2 * L, shift + at, (n - at) * sizeof *mine);
+    }
 #endif
   }
 }
@@ -809,6 +919,13 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
     case Codes::Int2: return scaled(Constant<Codes, Codes::Int2>());
     case Codes::E4M3: return scaled(Constant<Codes, Codes::E4M3>());
     case Codes::E2M1: return scaled(Constant<Codes, Codes::E2M1>());
+    case Codes::IQ4: return scaled(Constant<Codes, Codes::IQ4>());
+    case Codes::Zero8: return scaled(Constant<Codes, Codes::Zero8>());
+    case Codes::Zero4: return scaled(Constant<Codes, Codes::Zero4>());
+    case Codes::Min4: return scaled(Constant<Codes, Codes::Min4>());
+    case Codes::Min5: return scaled(Constant<Codes, Codes::Min5>());
+    case Codes::Int5: return scaled(Constant<Codes, Codes::Int5>());
+    case Codes::Int6: return scaled(Constant<Codes, Codes::Int6>());
     case Codes::Lossless12:
       return decode_lossless(f, record, matrix, row, first, count, (uint16_t*)out);
     case Codes::Dense: break;
@@ -876,7 +993,7 @@ struct Part<4, plane> {
   static constexpr int64_t step = 4 * L;
   Table table;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), table(table_of<Codes::Int4>(scale_f16(row.scales[at / kPart]), false)) {}
+      : codes(row.codes + at - plane * size), table(table_of<Codes::Int4>(scale_f16(row.scales[at / kPart]), 0, false)) {}
   INLINE void get(int64_t i, Pair* out) const {
     vu weights[2];
     looked_up<plane>(codes + i, table, weights);

@@ -18,9 +18,14 @@ static inline char* at(void* p, int64_t elements, Type type) {
 }
 
 // What the codes of a record are, as `native` of pallas_kernels/records/encoding.py counts them.
-enum class Codes : int32_t { Dense, Int8, Int4, Int2, Lossless12, E4M3, E2M1 };
-enum class ScaleType : int32_t { F16, BF16, F32, E8M0 };
+// Of Zero8 and Zero4 each group says which code means 0; Min4 and Min5 have a minimum that is added
+// to code times scale; Int5, Int6 and Min5 have 1 or 2 bits of a code above the lowest four apart.
+enum class Codes : int32_t {
+  Dense, Int8, Int4, Int2, Lossless12, E4M3, E2M1, IQ4, Zero8, Zero4, Min4, Min5, Int5, Int6
+};
+enum class ScaleType : int32_t { F16, BF16, F32, E8M0, E4M3, U8, I8 };
 enum class Rounding : int32_t { Whole, BF16, F16 };  // what code times scale is rounded to at first
+enum class Whole : int32_t { None, Times, Over };    // what a float32 of the matrix does to scales
 enum Matrix { GATE, UP, DOWN };
 
 // How a record has one matrix.
@@ -31,6 +36,10 @@ struct Coding {
   int64_t group, across;  // weights that share a scale, along the summed axis and the other one
   int64_t codes, extra;   // first rows of its codes (dense: weights; lossless12: bytes), and of its
                           // scales (lossless12: its 4-bit codes)
+  int64_t highs, shifts;  // of the upper bits of codes; of zeros, or of minimums
+  int64_t super, supers, min_supers;  // groups that share a float16 (0: none), first rows of these
+  Whole whole;
+  int64_t global;         // row of the matrix's float32
 };
 
 // One record format of pallas_kernels/records/format.py, as numbers.

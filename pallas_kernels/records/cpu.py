@@ -10,13 +10,14 @@ import numpy as np
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
 
-_FIELDS = 25
+_FIELDS = 46
 """Numbers of a format (`kFields` of handlers.cc)."""
 
-_SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
+_SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu", "float8_e4m3fn", "uint8", "int8")
 _PRODUCTS = (None, "bfloat16", "float16")
-"""What scales are and products are rounded to, in the order of `ScaleType` and `Rounding` of
-kernels.h."""
+_WHOLE = (None, "times", "over")
+"""What scales are, products are rounded to and a global float32 does, in the order of `ScaleType`,
+`Rounding` and `Whole` of kernels.h."""
 
 
 def versions(
@@ -65,5 +66,12 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
             encoding.across,
             first(matrix, "_bytes" if lossless else "_codes", ""),
             first(matrix, "_codes" if lossless else "_scales"),
+            first(matrix, "_highs"),
+            first(matrix, "_zeros", "_mins"),
+            encoding.super,
+            first(matrix, "_supers"),
+            first(matrix, "_min_supers"),
+            _WHOLE.index(encoding.whole),
+            first(matrix, "_global"),
         ]
     return numbers

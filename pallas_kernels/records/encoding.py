@@ -115,10 +115,12 @@ def iq4_value(codes: jax.Array) -> jax.Array:
 GGUF = {
     "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0, native=1),
     "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0, native=2),
-    "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0),
-    "q4_1": Encoding((*SCALED, "mins"), 4, groups=(32,), largest=15.0),
-    "q5_0": Encoding(("codes", "highs", "scales"), 4, 16.0, (32,), high=1, largest=16.0),
-    "q5_1": Encoding(("codes", "highs", "scales", "mins"), 4, groups=(32,), high=1, largest=31.0),
+    "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0, native=7),
+    "q4_1": Encoding((*SCALED, "mins"), 4, groups=(32,), largest=15.0, native=10),
+    "q5_0": Encoding(("codes", "highs", "scales"), 4, 16.0, (32,), high=1, largest=16.0, native=12),
+    "q5_1": Encoding(
+        ("codes", "highs", "scales", "mins"), 4, groups=(32,), high=1, largest=31.0, native=11
+    ),
     "q4_k": Encoding(
         ("codes", "scales", "supers", "mins", "min_supers"),
         4,
@@ -126,6 +128,7 @@ GGUF = {
         scale="uint8",
         super=8,
         largest=15.0,
+        native=10,
     ),
     "q5_k": Encoding(
         ("codes", "highs", "scales", "supers", "mins", "min_supers"),
@@ -135,6 +138,7 @@ GGUF = {
         scale="uint8",
         super=8,
         largest=31.0,
+        native=11,
     ),
     "q6_k": Encoding(
         ("codes", "highs", "scales", "supers"),
@@ -145,6 +149,7 @@ GGUF = {
         scale="int8",
         super=16,
         largest=32.0,
+        native=13,
     ),
 }
 """Formats of GGUF files, by ggml's names of them."""
@@ -163,12 +168,11 @@ _SCALES: dict[str, dict[str, Any]] = {
     "bf16": {"scale": "bfloat16", "product": "bfloat16"},
     "f16": {"scale": "float16", "product": "float16"},
     "e8m0": {"scale": "float8_e8m0fnu"},
-    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times", "native": None},
+    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times"},
     "e4m3divf32": {
         "scale": "float8_e4m3fn",
         "fields": _GLOBAL,
         "whole": "over",
-        "native": None,
         "product": "bfloat16",
     },
 }
@@ -197,4 +201,5 @@ def read_name(name: str) -> Encoding | None:
     if not zero:
         return encoding
     most = float((1 << encoding.bits) - 1)
-    return dataclasses.replace(encoding, fields=_ZEROS, zero=0.0, largest=most, native=None)
+    native = 8 if encoding.bits == 8 else 9
+    return dataclasses.replace(encoding, fields=_ZEROS, zero=0.0, largest=most, native=native)

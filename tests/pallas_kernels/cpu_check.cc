@@ -319,8 +319,15 @@ int64_t up_to(int64_t n, int64_t parts) { return (n + parts - 1) / parts; }
 bool scaled(Codes kind) { return kind != Codes::Dense && kind != Codes::Lossless12; }
 
 int bits_of(Codes kind) {
-  return kind == Codes::Int8 || kind == Codes::E4M3 ? 8 : kind == Codes::Int2 ? 2 : 4;
+  if (kind == Codes::Int8 || kind == Codes::E4M3 || kind == Codes::Zero8) return 8;
+  return kind == Codes::Int2 ? 2 : 4;
 }
+int highs_of(Codes kind) {
+  return kind == Codes::Int6 ? 2 : kind == Codes::Int5 || kind == Codes::Min5 ? 1 : 0;
+}
+bool has_zeros(Codes kind) { return kind == Codes::Zero8 || kind == Codes::Zero4; }
+bool has_minimums(Codes kind) { return kind == Codes::Min4 || kind == Codes::Min5; }
+constexpr int kKinds = 14;
 
 // The numbers of pallas_kernels/records/format.py.
 // others: up and down may be of another kind.
@@ -331,12 +338,19 @@ Format format(Codes kind, int64_t hidden, int64_t width, Type type, bool others 
   const bool foreign = scaled(kind) && pick(0, 1);  // as checkpoints have it
   others &= kind != Codes::Lossless12 && pick(0, 1);
   for (Coding& c : f.matrix) {
-    do c.kind = others ? static_cast<Codes>(pick(0, 6)) : kind;
+    do c.kind = others ? static_cast<Codes>(pick(0, kKinds - 1)) : kind;
     while (others && c.kind == Codes::Lossless12);
     c.group = group(&c == f.matrix + DOWN ? width : hidden), c.across = 1;
     if (!foreign) continue;
     c.group = 16 * pick(1, 9), c.across = pick(0, 1) ? 1 : pick(2, 40);
-    c.scale = static_cast<ScaleType>(pick(0, 3)), c.product = static_cast<Rounding>(pick(0, 2));
+    c.scale = static_cast<ScaleType>(pick(0, 6)), c.product = static_cast<Rounding>(pick(0, 2));
+    if (c.scale == ScaleType::U8 || c.scale == ScaleType::I8) c.super = pick(1, 9), c.across = 1;
+    if (c.scale == ScaleType::E4M3) c.whole = static_cast<Whole>(pick(0, 2));
+  }
+  for (Coding& c : f.matrix) {
+    // A product to which a minimum is added is exact.
+    const bool exact = c.scale == ScaleType::F16 || c.super;
+    if (has_minimums(c.kind) && !exact) c.scale = ScaleType::F16, c.whole = Whole::None;
   }
   int64_t entries = 32;
   while (entries < 256 && entries < 32 * hidden / 256) entries *= 2;
@@ -351,12 +365,19 @@ Format format(Codes kind, int64_t hidden, int64_t width, Type type, bool others 
     c.codes = part(c.kind == Codes::Dense ? width * size_of(type) / 2 : up_to(width, planes));
   }
   for (Coding& c : f.matrix) {
-    const int64_t size = c.scale == ScaleType::F32 ? 4 : c.scale == ScaleType::E8M0 ? 1 : 2;
+    const int64_t size = c.scale == ScaleType::F32 ? 4 : c.scale < ScaleType::E8M0 ? 2 : 1;
     const bool down = &c == f.matrix + DOWN;
     const int64_t along = down ? width : hidden, other = down ? hidden : width;
-    const int64_t scales = up_to(along, c.group) * up_to(other, c.across) * size;
+    const int64_t scales = up_to(along, c.group) * up_to(other, c.across);
     if (c.kind == Codes::Lossless12) c.extra = part(up_to(width, 4));
-    else if (scaled(c.kind)) c.extra = part(up_to(scales, 2 * hidden));
+    if (!scaled(c.kind)) continue;
+    c.extra = part(up_to(scales * size, 2 * hidden));
+    if (highs_of(c.kind)) c.highs = part(up_to(width * highs_of(c.kind), 16));
+    if (has_zeros(c.kind)) c.shifts = part(up_to(scales, 2 * hidden));
+    if (has_minimums(c.kind)) c.shifts = part(up_to(scales * size, 2 * hidden));
+    const int64_t supers = c.super ? up_to(up_to(along, c.group), c.super) * other : 0;
+    if (supers) c.supers = part(up_to(supers, hidden)), c.min_supers = part(up_to(supers, hidden));
+    if (c.whole != Whole::None) c.global = part(up_to(2, hidden));
   }
   if (kind == Codes::Lossless12) f.tables = part(up_to(3 * f.blocks * (1 + f.escapes), hidden));
   f.rows = next + next % 2;
@@ -380,16 +401,35 @@ std::vector<uint16_t> record_of(const Kernels& k, const Format& f) {
       std::memcpy(&record[c.codes * f.hidden], weights.data(), weights.size());
       continue;
     }
-    int64_t end = f.rows;
-    for (const Coding& other : f.matrix) if (other.extra > c.extra) end = std::min(end, other.extra);
-    for (int64_t i = c.extra * f.hidden; i < end * f.hidden; i++) {
-      // 2^-13 to 2^-12; in pairs of float32, and in bytes, about so.
-      record[i] = (uint16_t)(0x0800 + pick(0, 1023));
-      if (c.scale == ScaleType::BF16 || (c.scale == ScaleType::F32 && (i - c.extra * f.hidden) % 2)) {
-        record[i] = (uint16_t)(0x3900 + pick(0, 127));
+    std::vector<int64_t> edges = {f.rows};
+    for (const Coding& d : f.matrix) {
+      for (int64_t edge : {d.codes, d.extra, d.highs, d.shifts, d.supers, d.min_supers, d.global}) {
+        edges.push_back(edge);
       }
-      if (c.scale == ScaleType::E8M0) record[i] = (uint16_t)(0x7373 - pick(0, 1) - 256 * pick(0, 1));
     }
+    const auto fill = [&](int64_t row, const auto& drawn) {
+      int64_t end = f.rows;
+      for (int64_t edge : edges) if (edge > row) end = std::min(end, edge);
+      for (int64_t i = row * f.hidden; i < end * f.hidden; i++) record[i] = drawn(i - row * f.hidden);
+    };
+    const auto bytes = [](auto one) { return (uint16_t)(one() << 8 | one()); };
+    const auto scale = [&](int64_t i) -> uint16_t {
+      // 2^-13 to 2^-12; in pairs of float32, and in bytes, about so, but for those below supers.
+      if (c.scale == ScaleType::BF16 || (c.scale == ScaleType::F32 && i % 2)) return (uint16_t)(0x3900 + pick(0, 127));
+      if (c.scale == ScaleType::E8M0) return bytes([] { return 0x73 - pick(0, 1); });
+      if (c.scale == ScaleType::E4M3) return bytes([] { return pick(1, 0x20); });
+      if (c.scale == ScaleType::U8) return bytes([] { return pick(0, 63); });
+      if (c.scale == ScaleType::I8) return bytes([] { return pick(0, 255); });
+      return (uint16_t)(0x0800 + pick(0, 1023));
+    };
+    fill(c.extra, scale);
+    if (has_minimums(c.kind)) fill(c.shifts, scale);
+    if (has_zeros(c.kind)) fill(c.shifts, [&](int64_t) { return bytes([&] { return pick(0, (1 << bits_of(c.kind)) - 1); }); });
+    for (int64_t row : {c.supers, c.min_supers}) {
+      if (c.super) fill(row, [](int64_t) { return (uint16_t)(0x0200 + pick(0, 1023)); });
+    }
+    const float one = c.whole == Whole::Times ? 0.011f : 90.0f;
+    if (c.whole != Whole::None) std::memcpy(&record[c.global * f.hidden], &one, sizeof one);
   }
   return record;
 }
@@ -416,8 +456,12 @@ double weight(const Kernels& k, const Format& f, const uint16_t* r, int matrix, 
     if (exponent == 15) bits = table[1 + std::min<int64_t>(byte, f.escapes - 1)];
     return bits_to_float(bits << 16);
   }
-  const int bits = bits_of(m.kind), n = code(m.codes, bits);
-  double number = n - (bits == 2 ? 1.5 : 1 << (bits - 1));
+  const int bits = bits_of(m.kind), highs = highs_of(m.kind);
+  int n = code(m.codes, bits);
+  if (highs) n += code(m.highs, highs) << bits;
+  double number = n - (bits == 2 ? 1.5 : 1 << (bits + highs - 1));
+  constexpr int levels[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  if (m.kind == Codes::IQ4) number = levels[n];
   if (m.kind == Codes::E4M3 || m.kind == Codes::E2M1) {
     const int fractions = bits == 8 ? 3 : 1, exponent = (n & ((1 << (bits - 1)) - 1)) >> fractions;
     const double fraction = (n & ((1 << fractions) - 1)) / (double)(1 << fractions);
@@ -428,11 +472,34 @@ double weight(const Kernels& k, const Format& f, const uint16_t* r, int matrix, 
   const int64_t place = matrix == DOWN
                             ? i / m.group * up_to(f.hidden, m.across) + other / m.across
                             : other / m.across * up_to(f.hidden, m.group) + reduced / m.group;
-  const char* scales = (const char*)(r + m.extra * f.hidden);
-  double scale;
-  if (m.scale == ScaleType::E8M0) scale = std::ldexp(1, (uint8_t)scales[place] - 127);
-  else scale = value(m.scale == ScaleType::F16 ? Type::F16 : m.scale == ScaleType::BF16 ? Type::BF16 : Type::F32, scales, place);
-  std::vector<float> once = {(float)(number * scale)};
+  const auto float8 = [](int b) {
+    const double small = std::ldexp((b & 7) + (b & 0x78 ? 8 : 0), std::max((b >> 3) & 15, 1) - 10);
+    return b >> 7 ? -small : small;
+  };
+  const auto group = [&](int64_t part) -> double {
+    const char* numbers = (const char*)(r + part * f.hidden);
+    const int byte = (uint8_t)numbers[place];
+    if (m.scale == ScaleType::E8M0) return std::ldexp(1, byte - 127);
+    if (m.scale == ScaleType::E4M3) return float8(byte);
+    if (m.scale == ScaleType::U8) return byte;
+    if (m.scale == ScaleType::I8) return (int8_t)byte;
+    return value(m.scale == ScaleType::F16 ? Type::F16 : m.scale == ScaleType::BF16 ? Type::BF16 : Type::F32, numbers, place);
+  };
+  const auto super = [&](int64_t part) {
+    const int64_t first = reduced / m.group / m.super, groups = up_to(matrix == DOWN ? f.width : f.hidden, m.group);
+    return value(Type::F16, (const char*)(r + part * f.hidden),
+                 matrix == DOWN ? first * f.hidden + other : other * up_to(groups, m.super) + first);
+  };
+  double scale = group(m.extra), added = 0;
+  if (m.super) scale *= super(m.supers);
+  if (m.whole != Whole::None) {
+    float one;
+    std::memcpy(&one, r + m.global * f.hidden, sizeof one);
+    scale = m.whole == Whole::Times ? (float)scale * one : (float)scale / one;
+  }
+  if (has_zeros(m.kind)) number = n - ((const uint8_t*)(r + m.shifts * f.hidden))[place];
+  if (has_minimums(m.kind)) number = n, added = group(m.shifts) * (m.super ? -super(m.min_supers) : 1);
+  std::vector<float> once = {(float)((float)(number * scale) + (float)added)};
   const auto round = [&](Type type) { once[0] = (float)value(type, rounded(k, type, once).data(), 0); };
   if (m.product != Rounding::Whole) round(m.product == Rounding::F16 ? Type::F16 : Type::BF16);
   round(f.type);
@@ -444,13 +511,13 @@ void check_experts(const Kernels& k) {
   const Type type = any_type();
   const int64_t experts = pick(1, 5), layers = 2, tokens = pick(1, 20), top_k = pick(1, experts);
   // Whole parts of 512 weights, which are multiplied as they are decoded, or any.
-  const int64_t hidden = pick(0, 2) ? 8 * pick(1, 40) : 512 * pick(1, 2);
+  const int64_t hidden = pick(0, 2) ? 16 * pick(1, 20) : 512 * pick(1, 2);
   const int64_t even = pick(0, 1) ? 4 * pick(1, 30) : 64;
   const int64_t width = pick(0, 1) ? even : pick(1, 90);
   std::vector<StoredVersion> versions(pick(1, 2));
   std::vector<std::vector<uint16_t>> stores, records;
   for (auto& v : versions) {
-    do v.cell = v.held = format(static_cast<Codes>(pick(0, 6)), hidden, width, type, true);
+    do v.cell = v.held = format(static_cast<Codes>(pick(0, kKinds - 1)), hidden, width, type, true);
     while (type != Type::BF16 && v.cell.matrix[GATE].kind == Codes::Lossless12);
     v.layers = layers, v.experts = experts;
     stores.emplace_back(layers * experts * v.held.rows * hidden, 0xffff);
@@ -526,9 +593,9 @@ void check_experts(const Kernels& k) {
 // Any part of a row of any format has exactly the weights that its text says.
 void check_decode(const Kernels& k) {
   const Type type = any_type();
-  const int64_t hidden = 8 * pick(1, 90), width = pick(1, 200);
+  const int64_t hidden = 16 * pick(1, 45), width = pick(1, 200);
   Format f;
-  do f = format(static_cast<Codes>(pick(1, 6)), hidden, width, type);
+  do f = format(static_cast<Codes>(pick(1, kKinds - 1)), hidden, width, type);
   while (type != Type::BF16 && f.matrix[GATE].kind == Codes::Lossless12);
   const auto record = record_of(k, f);
   const Type kind = kind_of(type);
@@ -540,7 +607,11 @@ void check_decode(const Kernels& k) {
     k.decode(f, record.data(), matrix, row, first, count, scales.data(), out.data());
     for (int64_t i = 0; i < count; i++) {
       const double want = weight(k, f, record.data(), matrix, row, first + i);
-      expect(value(kind, out.data(), i) == want, "decode: another weight");
+      const Coding& c = f.matrix[matrix];
+      expect(value(kind, out.data(), i) == want,
+             std::string("decode by ") + k.name + ": another weight, version " + std::to_string((int)c.kind) +
+                 ", scales " + std::to_string((int)c.scale) + ", product " + std::to_string((int)c.product) +
+                 ", type " + std::to_string((int)type) + ": " + std::to_string(value(kind, out.data(), i)) + ", not " + std::to_string(want));
     }
   }
 }
@@ -551,7 +622,7 @@ void check_encoded(const Kernels& k) {
   Threads pool;
   const int64_t hidden = 512 * pick(1, 5), width = 64 * pick(1, 3), tokens = 20;
   StoredVersion v = {};
-  v.cell = v.held = format(static_cast<Codes>(pick(1, 6)), hidden, width, Type::BF16);
+  v.cell = v.held = format(static_cast<Codes>(pick(1, kKinds - 1)), hidden, width, Type::BF16);
   v.layers = v.experts = 1;
   const auto record = record_of(k, v.cell);
   v.store = record.data();

@@ -1,5 +1,6 @@
 """Records of any version for the contract tests: random ones, what they mean by numpy's decoder."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES, encode
@@ -34,22 +35,44 @@ def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarr
         return encode(weights.astype(NUMPY_DTYPES[fmt.dtype]), fmt)
     made = np.full((count, fmt.rows, hidden), POISON, np.uint16)
     for name, (first, rows) in fmt.parts.items():
-        matrix, kind = name.split("_")
+        matrix, kind = name.split("_", 1)
         if kind == "bias":
             shape = count, fmt.bias_rows(matrix), hidden
             values = rng.standard_normal(shape).astype(NUMPY_DTYPES[fmt.dtype])
             made[:, first : first + rows] = values.view(np.uint16).reshape(count, rows, hidden)
             continue
-        if kind == "codes":
+        if kind in ("codes", "highs"):
             made[:, first : first + rows] = rng.integers(0, 1 << 16, (count, rows, hidden))
             continue
-        used = width * fmt.groups_in if matrix != "down" else fmt.groups_out * hidden
-        size = (width if matrix == "down" else hidden) ** -0.5 / 2 ** (fmt.bits - 2)
-        scales = size * rng.uniform(0.25, 1.75, (count, used)).astype(np.float16)
-        flat = made[:, first : first + rows].reshape(count, -1)
-        flat[:, :used] = scales.astype(np.float16).view(np.uint16)
-        made[:, first : first + rows] = flat.reshape(count, rows, hidden)
+        size = (width if matrix == "down" else hidden) ** -0.5
+        values = numbers(rng, count, fmt, matrix, kind, size).reshape(count, -1).view(np.uint8)
+        flat = made[:, first : first + rows].reshape(count, -1).view(np.uint8)
+        flat[:, : values.shape[1]] = values
+        made[:, first : first + rows] = flat.view(np.uint16).reshape(count, rows, hidden)
+    if fmt.version.startswith("fp8"):  # two codes are NaN
+        made[(made & 0x7F00) == 0x7F00] ^= 0x0100
+        made[(made & 0x007F) == 0x007F] ^= 0x0001
     return made
+
+
+def numbers(rng, count: int, fmt: RecordFormat, matrix: str, field: str, size: float):
+    """A field's numbers for weights of about this size. Scales below supers are whole numbers."""
+    encoding = fmt.encodings[matrix]
+    name = "float32" if field == "global" else encoding.dtype_of(field)
+    shape = (1,) if field == "global" else fmt.field_shape(matrix, field)
+    drawn = rng.uniform(0.25, 1.75, (count, *shape))
+    if field == "zeros":
+        return rng.integers(0, 1 << encoding.bits, drawn.shape, np.uint8)
+    if name in ("uint8", "int8"):
+        return (drawn * 30).astype(name)
+    if field == "global":
+        return np.float32(drawn * (0.01 if encoding.whole == "times" else 100))
+    if name == "float8_e8m0fnu":
+        return np.uint8(127 + np.rint(np.log2(size / encoding.largest * drawn)))
+    if name == "float8_e4m3fn":
+        return np.uint8(0x30 + 8 * drawn)
+    whole = 30 if field.endswith("supers") else 1
+    return (size / (encoding.largest or encoding.zero) / whole * drawn).astype(jnp.dtype(name))
 
 
 def recode(stored: np.ndarray, version: VersionFormats) -> np.ndarray:

@@ -15,8 +15,9 @@ from pallas_kernels.expert_ffn import (
     api,
 )
 from pallas_kernels.expert_ffn.specs import SPECS, VERSIONED, Spec
-from pallas_kernels.records import RecordFormat
-from pallas_kernels.records.format import LOSSY
+from pallas_kernels.records import RecordFormat, reference
+from pallas_kernels.records.encoding import GGUF
+from pallas_kernels.records.format import LOSSY, VERSIONS
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels import contract
@@ -90,7 +91,7 @@ def case(spec, seed, resident=None, spare_rows=0) -> Case:
     for e in range(spec.experts):
         number = version[LAYER, e] = e % len(of_versions)
         record = records(rng, 1, of_versions[number].store)
-        weights.append(decode(record, of_versions[number].store)[0])
+        weights.append(decoded(record, of_versions[number].store))
         in_cell = e // len(of_versions) % 2 == 0 if resident is None else e in resident
         if in_cell:
             row = address[LAYER, e] = len(arena) - (e + 1) * step  # descending, unlike the ids
@@ -107,6 +108,12 @@ def case(spec, seed, resident=None, spare_rows=0) -> Case:
         of_versions if spec.versions else None,
         *(arena, stores, address, version),
     )
+
+
+def decoded(record, fmt):
+    """By numpy; what others' formats mean, XLA says."""
+    known = {*VERSIONS} >= {*fmt.version.split("+")}
+    return decode(record, fmt)[0] if known else np.asarray(reference.decode(record[0], fmt))
 
 
 def run(spec, implementation, c, active=None, y=None, activation="silu", pairs=None):
@@ -194,6 +201,30 @@ def a_lossless_expert_has_the_bits_of_a_dense_one(implementation):
         address = np.full_like(c.address, -1)
         plain = dataclasses.replace(c, stores=(store,), address=address, formats=None)
         same_bits(run(lossless, implementation, c), run(dense, implementation, plain))
+
+
+OTHERS = (
+    *GGUF,
+    *("fp8-128x128-f32", "fp8-channel-f32", "fp4-32-e8m0", "fp4-16-e4m3xf32", "fp4-16-e4m3divf32"),
+    *("int8-channel-bf16", "int4-32-bf16", "int4-128-f16-zero", "int4-32-bf16-zero"),
+    *("int8-64-f16-zero", "int4-64-f32-zero", "q6_k+q4_k+q8_0", "q4_k+iq4_nl+q5_0"),
+)
+"""Formats of checkpoints."""
+
+
+def check_codes(spec, implementation):
+    """Codes have the bits of their decoded weights, of few tokens and of many."""
+    c = case(spec, 0, resident=())
+    record = c.weights.view(np.uint16).reshape(spec.experts, -1, spec.hidden)
+    dense = np.broadcast_to(record, (spec.layers, *record.shape))
+    plain = dataclasses.replace(c, stores=(dense,), formats=None)
+    for tokens in (1, 5, 40):
+        part = dataclasses.replace(spec, tokens=tokens)
+        few, same = (
+            dataclasses.replace(each, x=c.x[:tokens], ids=c.ids[:tokens], y=c.y[: 2 * tokens])
+            for each in (c, plain)
+        )
+        same_bits(run(part, implementation, few), run(part, implementation, same))
 
 
 def bits_in_waves(implementation):
@@ -329,5 +360,16 @@ CONTRACTS = (
         {"cpu": api.IMPLEMENTATIONS["cpu"]},
         [dataclasses.replace(DECODED, versions=(v,)) for v in ("int4", "int8", "lossless12")],
         check_as_decoded,
+    ),
+    Contract(
+        "expert_ffn of checkpoints' codes",
+        {"cpu": api.IMPLEMENTATIONS["cpu"]},
+        [
+            Spec(40, dtype, "one", hidden=hidden, width=width, versions=(version,))
+            for version in OTHERS
+            for dtype, hidden, width in (("bfloat16", 512, 96), ("bfloat16", 80, 45))
+        ]
+        + [Spec(40, "float32", hidden=96, width=40, versions=(v,)) for v in ("q5_k", "q6_k")],
+        check_codes,
     ),
 )
