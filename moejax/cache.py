@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import jax
@@ -45,11 +47,7 @@ def use_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     directory = cache_root() / "xla"
-    with contextlib.suppress(OSError):  # a home that cannot be written has no cache
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        require_own(directory.parent, mend=True)
-        require_own(directory)
+    own_directory("xla")
     plain = compilation_cache.get_file_cache
 
     def checked(path: str) -> tuple[CacheInterface, str] | None:
@@ -62,6 +60,28 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def uses_own_cache() -> bool:
+    """Whether jax keeps executables in moejax's cache, and not in a directory that the user gave,
+    nor nowhere."""
+    values = jax.config.values
+    own = values["jax_compilation_cache_dir"] == str(cache_root() / "xla")
+    return own and values["jax_enable_compilation_cache"]
+
+
+def own_directory(name: str) -> Path | None:
+    """Makes a directory of moejax's cache that only this user may write into. Returns None where
+    the home cannot be written. Raises UserError as require_own."""
+    directory = cache_root() / name
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        require_own(directory.parent, mend=True)
+        require_own(directory)
+    except OSError:
+        return None
+    return directory
 
 
 def require_own(directory: Path, *, mend: bool = False) -> None:
@@ -86,6 +106,20 @@ def require_own(directory: Path, *, mend: bool = False) -> None:
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
+_bypassed: ContextVar[bool] = ContextVar("bypassed", default=False)
+
+
+@contextlib.contextmanager
+def bypass_compilation_cache() -> Iterator[None]:
+    """What is compiled in this block is new: on a CPU, XLA writes an executable that it has read
+    without some of its functions."""
+    token = _bypassed.set(True)
+    try:
+        yield
+    finally:
+        _bypassed.reset(token)
+
+
 class CheckedCache(CacheInterface):
     """jax's cache of executables, with a digest of key and content at the end of each entry. An
     entry that is damaged or has another entry's key is removed, and jax compiles it again."""
@@ -94,6 +128,8 @@ class CheckedCache(CacheInterface):
         self._cache, self._path = cache, cache._path
 
     def get(self, key: str) -> bytes | None:
+        if _bypassed.get():
+            return None
         try:
             entry = self._cache.get(key)
         except OSError:
@@ -108,7 +144,40 @@ class CheckedCache(CacheInterface):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        self._cache.put(key, value + _digest(key, value))
+        if not _bypassed.get():
+            self._cache.put(key, value + _digest(key, value))
+
+
+def read_checked(path: Path) -> bytes | None:
+    """What write_checked wrote; None if there is no such file. A damaged file, or one of another
+    name, is deleted."""
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    content, digest = entry[:-_DIGEST_BYTES], entry[-_DIGEST_BYTES:]
+    if digest == _digest(path.name, content):
+        return content
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    return None
+
+
+def write_checked(path: Path, content: bytes, most: int) -> None:
+    """Writes a file whole or not at all, with a digest of its name and content at its end. Raises
+    OSError where that fails.
+
+    - `most`: files of the directory; more, and the oldest are deleted.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content + _digest(path.name, content))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    files = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+    for file in files[:-most]:
+        file.unlink(missing_ok=True)
 
 
 def _digest(key: str, content: bytes) -> bytes:

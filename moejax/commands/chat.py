@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     given = given_sampling(args)
     with start_llm(args, engine_options(args)) as llm:
-        tokenizer = llm.get_tokenizer()
+        tokenizer = llm.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(
                 f"{args.model} has no chat template; `moejax generate` goes on with a text"

@@ -203,7 +203,7 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
     with start_llm(args, options) as llm:
-        if llm.get_tokenizer() is None:
+        if llm.engine.tokenizer is None:
             raise UserError(
                 f"{args.model} has no tokenizer, which the command line needs; add its "
                 f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"

@@ -81,7 +81,7 @@ def _xla_seconds(runner: Executor, device: jax.Device) -> list[float]:
 
 
 def _dtype(runner: Executor) -> np.dtype:
-    return jax.tree.leaves(runner.state["embedding"])[0].dtype
+    return runner.params["embed"].dtype
 
 
 def median_s(call: Callable[[int], jax.Array]) -> float:

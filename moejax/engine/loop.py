@@ -45,7 +45,7 @@ from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 
 Listener = Callable[[Step], None]
@@ -74,7 +74,7 @@ class Engine:
         control: Control | None = None,
         resizer: ArenaResizer | None = None,
         tracer: Tracer | None = None,
-        tokenizer: PreTrainedTokenizerFast | None = None,
+        tokenizer: Tokenizer | None = None,
         planner: ResidencyPlanner | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics

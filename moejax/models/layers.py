@@ -91,11 +91,11 @@ class LayerStack(nnx.Module):
         if config.rope_layers is not None:
             rotated = config.rope_layers[first_layer : first_layer + self.size]
             frequencies = np.asarray(rotated, np.float32)[:, None] * frequencies
-        self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
+        self.inverse_frequencies = np.asarray(frequencies, np.float32)
         places = config.page_places[first_layer : first_layer + self.size]
         self.group, self.first_in_page = places[0]
         follow = [(self.group, self.first_in_page + i) for i in range(self.size)]
-        self.places = None if places == follow else nnx.Variable(jnp.asarray(places, jnp.int32))
+        self.places = None if places == follow else np.array(places, np.int32)
         """int32[layers, 2]: (group, place) of each layer's pages; None: they follow the first."""
         self.has_state = isinstance(config.attention, StateKind)
         if not self.has_state:
@@ -103,20 +103,20 @@ class LayerStack(nnx.Module):
         windows = config.windows[first_layer : first_layer + self.size]
         numbers = [NO_WINDOW if window is None else window for window in windows]
         masked = any(windows) and not config.chunked_window
-        self.windows = nnx.Variable(jnp.asarray(numbers, jnp.int32)) if masked else None
+        self.windows = np.array(numbers, np.int32) if masked else None
 
     def frequencies(self, i) -> jax.Array:
         """The angle per token of each pair of a head's values, [head_dim / 2]."""
-        every = self.inverse_frequencies[...]
+        every = jnp.asarray(self.inverse_frequencies)
         return every if every.ndim == 1 else every[i]
 
     def page_layer(self, i) -> jax.Array:
         """The place of layer i among the layers of its page."""
-        return self.first_in_page + i if self.places is None else self.places[...][i, 1]
+        return self.first_in_page + i if self.places is None else jnp.asarray(self.places)[i, 1]
 
     def _in_pages(self, i, tokens: Tokens) -> Tokens:
         """The tokens with the pages of layer i."""
-        group = self.group if self.places is None else self.places[...][i, 0]
+        group = self.group if self.places is None else jnp.asarray(self.places)[i, 0]
         return tokens.of_group(group, self.page_factor)
 
     def weight(self, name: str) -> jax.Array:
@@ -127,7 +127,7 @@ class LayerStack(nnx.Module):
 
     def per_layer(self, i: jax.Array) -> PerLayer:
         """What attention of layer i reads beside pages."""
-        windows = None if self.windows is None else self.windows[...]
+        windows = None if self.windows is None else jnp.asarray(self.windows)
         return PerLayer(i, self.optional_weight("sinks"), windows)
 
     def gives_squares(self, rows: int) -> bool:

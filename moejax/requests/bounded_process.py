@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 START_S = 120.0
 """Most seconds until the process is ready: imports from a slow disk on a busy machine."""
@@ -41,7 +41,7 @@ class BoundedProcess:
     """Renders messages and encodes texts as the tokenizer does, one prompt at a time. Any thread
     may call it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._turn = tokenizer, threading.Lock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -61,7 +61,7 @@ class BoundedProcess:
         Raises UserError as encode does, and for messages that the template refuses.
         """
         tokenizer = self._tokenizer
-        given = {"template": tokenizer.get_chat_template(), "names": tokenizer.special_tokens_map}
+        given = {"template": tokenizer.chat_template, "names": dict(tokenizer.special_tokens)}
         return self._ask("render", given, [messages, named])
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
@@ -71,7 +71,7 @@ class BoundedProcess:
 
         Raises UserError if it needs more time or memory than allowed.
         """
-        backend = self._knows.get("tokenizer") or self._tokenizer.backend_tokenizer.to_str()
+        backend = self._knows.get("tokenizer") or self._tokenizer.backend.to_str()
         return self._ask("encode", {"tokenizer": backend}, [text, special_tokens])
 
     def interrupt(self) -> None:

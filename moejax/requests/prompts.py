@@ -15,7 +15,7 @@ from moejax.requests.request import Prompt
 from moejax.requests.tokenizer import is_plain
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 EncodedPrompt = tuple[str | None, list[int]]
 """(text, token ids); the text is None for a prompt that was given as token ids."""
@@ -42,9 +42,7 @@ class PromptEncoder:
       whatever its tokens are, is refused before it is encoded.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast | None, model: str, max_model_len: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, model: str, max_model_len: int) -> None:
         self._tokenizer, self._model, self._max_model_len = tokenizer, model, max_model_len
         self._plain = tokenizer is not None and is_plain(tokenizer)
         self._bounded = None if tokenizer is None else BoundedProcess(tokenizer)
@@ -122,7 +120,7 @@ class PromptEncoder:
             )
         with as_user_error(f"the tokenizer of {self._model} fails on this text"):
             if self._plain and len(text) <= QUICK_TEXT:
-                ids: Any = self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+                ids: Any = self._tokenizer.encode(text, special_tokens)
             else:
                 ids = self._bounded.encode(text, special_tokens)
         return self._fitting(ids)

@@ -11,7 +11,7 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 
 class Finish(NamedTuple):
@@ -22,7 +22,7 @@ class Finish(NamedTuple):
     """The stop token id or stop string that ended it; None for end of sequence and max_tokens."""
 
 
-def require_tokenizer(params: SamplingParams, tokenizer: PreTrainedTokenizerFast | None) -> None:
+def require_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
     """Raises UserError for stop strings without a tokenizer."""
     if params.stop and tokenizer is None:
         raise UserError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
@@ -42,7 +42,7 @@ class Ending:
         self,
         params: SamplingParams,
         eos_token_ids: Iterable[int],
-        tokenizer: PreTrainedTokenizerFast | None,
+        tokenizer: Tokenizer | None,
         prompt_ids: Sequence[int] = (),
     ):
         """Raises UserError for stop strings without a tokenizer."""

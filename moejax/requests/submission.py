@@ -11,7 +11,7 @@ from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from moejax.requests.request import GenerationRequest, Request
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Submission:
 
     @as_user_error("the result of this request cannot be made")
     def output(
-        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
+        self, tokenizer: Tokenizer | None, before: RequestOutput | None = None
     ) -> RequestOutput:
         """The result so far, finished or not.
 
@@ -65,7 +65,7 @@ class Submission:
 def _completion(
     index: int,
     request: Request,
-    tokenizer: PreTrainedTokenizerFast | None,
+    tokenizer: Tokenizer | None,
     before: CompletionOutput | None,
 ) -> CompletionOutput:
     if request.finish_reason is not None:
@@ -109,9 +109,7 @@ def _metrics(requests: Sequence[Request]) -> RequestMetrics:
     )
 
 
-def _with_text(
-    found: dict[int, Logprob], tokenizer: PreTrainedTokenizerFast | None
-) -> dict[int, Logprob]:
+def _with_text(found: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     if tokenizer is None:
         return found
     return {

@@ -19,7 +19,8 @@ from moejax.requests.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-    from transformers import PreTrainedTokenizerFast
+
+    from moejax.requests.tokenizer import Tokenizer
 
 _KEPT = 64
 """Compiled grammars that are kept for later requests."""
@@ -98,7 +99,7 @@ class RuleBook:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast | None,
+        tokenizer: Tokenizer | None,
         vocabulary: int,
         eos_token_ids: Iterable[int],
     ):
@@ -180,7 +181,9 @@ class RuleBook:
             if self._tokenizer is None:
                 raise UserError("structured_outputs need a tokenizer, and the model has none")
             self._tokens = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_token_ids or None
+                self._tokenizer.whole(),
+                n_vocab=self._vocabulary,
+                eos_token=self._eos_token_ids or None,
             )
         return self._tokens
 

@@ -1,20 +1,24 @@
 """Text to token ids and back, as a stream.
 
-transformers is imported when a tokenizer is loaded, not before: it takes about a second, and token
-ids alone do not need it.
+Importing transformers takes most of a second. So what it makes of a model's files is kept in
+moejax's cache, and it is imported for a tokenizer that is not there, and for what only it can do.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.cache import own_directory, read_checked, write_checked
 from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
 from moejax.models.directory import read_bounded, read_json, require_own_file
@@ -22,6 +26,7 @@ from moejax.models.gguf_header import is_gguf
 from moejax.requests.gguf_tokenizer import load_gguf_tokenizer
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
@@ -58,6 +63,9 @@ MOST_TOKEN = 10_000
 MOST_GROWTH = 100
 """How many times longer a decoder may make a text. It runs in the engine's thread."""
 
+MOST_KEPT = 16
+"""Most tokenizers in moejax's cache; large ones have 30 MB."""
+
 _NO_LIMIT = int(1e30)
 """transformers' number for no limit. The engine refuses prompts beyond its max_model_len; a limit
 in the tokenizer would only add a warning."""
@@ -66,14 +74,68 @@ _PROMPT_CONTEXT = 6
 """Prompt tokens that may affect how the first generated token is written (vLLM's number)."""
 
 
-def load_tokenizer(
-    directory: str | os.PathLike[str], required: bool = False
-) -> PreTrainedTokenizerFast | None:
+class Tokenizer:
+    """What the engine needs of a model's tokenizer.
+
+    - `backend`: encodes and decodes.
+    - `template`: the default chat template; None without any.
+    - `special_tokens`: their names and texts, for the template.
+    - `load`: makes transformers' tokenizer of the same files.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str | None,
+        special_tokens: Mapping[str, Any],
+        load: Callable[[], PreTrainedTokenizerFast],
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.special_tokens = backend, special_tokens
+        self._template, self._load = template, load
+        self._whole: PreTrainedTokenizerFast | None = None
+
+    @classmethod
+    def of(cls, whole: PreTrainedTokenizerFast) -> Tokenizer:
+        """The same as transformers' tokenizer."""
+        backend = whole.backend_tokenizer
+        backend.encode_special_tokens = whole.split_special_tokens
+        found = cls(backend, None, whole.special_tokens_map, lambda: whole)
+        found.whole()
+        return found
+
+    def whole(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer. Who changes its chat template changes this one's."""
+        if self._whole is None:
+            self._whole = self._load()
+        return self._whole
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template; None without any."""
+        if self._whole is None or not self._whole.chat_template:
+            return self._template if self._whole is None else None
+        with contextlib.suppress(ValueError):  # of several, none is the default
+            return self._whole.get_chat_template()
+        return None
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(directory: str | os.PathLike[str], required: bool = False) -> Tokenizer | None:
     """The tokenizer of a Hugging Face model directory or a GGUF file; None if it has none, unless
     it is required.
 
     Reads local files only: ``tokenizer.json`` unchanged, with the special tokens and the chat
-    template of ``tokenizer_config.json``. Another thread may call it, so that the second of
+    template of ``tokenizer_config.json``. Another thread may call it, so that the time of
     importing transformers passes while something compiles.
 
     No code of the checkpoint runs (``auto_map`` is ignored), and files that are links out of the
@@ -82,7 +144,8 @@ def load_tokenizer(
     """
     directory = Path(directory)
     if is_gguf(directory):
-        return load_gguf_tokenizer(directory)
+        found = load_gguf_tokenizer(directory)
+        return None if found is None else Tokenizer.of(found)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
             # Reading would load the whole file, holes included.
@@ -100,6 +163,47 @@ def load_tokenizer(
             f".save_pretrained({str(directory)!r})"
         )
     _check_table(directory / "tokenizer.json")
+    tokenizer = _keep(directory)
+    if (growth := _decoder_growth(tokenizer)) > MOST_GROWTH:
+        raise UserError(
+            f"{directory}: the decoder in tokenizer.json makes text {growth:.0f} times as long; "
+            f"{MOST_GROWTH} times is the most"
+        )
+    return tokenizer
+
+
+def _keep(directory: Path) -> Tokenizer:
+    """Returns the tokenizer from the cache, or makes it and keeps it there."""
+    cache, load = own_directory("tokenizers"), functools.partial(_load_whole, directory)
+    path = None if cache is None else cache / _digest_of(directory)
+    if path is not None and (found := read_checked(path)) is not None:
+        from tokenizers import Tokenizer as Backend
+
+        backend, template, special_tokens = json.loads(found)
+        return Tokenizer(Backend.from_str(backend), template, special_tokens, load)
+    tokenizer = Tokenizer.of(load())
+    parts = [tokenizer.backend.to_str(), tokenizer.chat_template, dict(tokenizer.special_tokens)]
+    # What is not in the backend's text stays out.
+    if path is not None and not tokenizer.backend.encode_special_tokens:
+        with contextlib.suppress(OSError, TypeError):  # the next start loads it again
+            write_checked(path, json.dumps(parts).encode(), MOST_KEPT)
+    return tokenizer
+
+
+def _digest_of(directory: Path) -> str:
+    """A digest of the files of a tokenizer, and of what reads them."""
+    digest = hashlib.sha256(b"1")  # the version of what is kept
+    for name in ("transformers", "tokenizers"):
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
+    for path in sorted([*(directory / name for name in FILES), *directory.glob(f"{TEMPLATES}/*")]):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _load_whole(directory: Path) -> PreTrainedTokenizerFast:
     # Otherwise transformers advises on stderr to install PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +212,7 @@ def load_tokenizer(
         # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
         # the checkpoint's code (auto_map); the file is what the model was trained with. It is
         # named, since tokenizer_config.json may name another one, anywhere.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        return PreTrainedTokenizerFast.from_pretrained(
             directory,
             local_files_only=True,
             model_max_length=_NO_LIMIT,
@@ -123,17 +227,11 @@ def load_tokenizer(
             f"the tokenizer files in {directory} cannot be read ({first_line}); "
             f"copy tokenizer.json and tokenizer_config.json again from the model's source"
         ) from error
-    if (growth := _decoder_growth(tokenizer)) > MOST_GROWTH:
-        raise UserError(
-            f"{directory}: the decoder in tokenizer.json makes text {growth:.0f} times as long; "
-            f"{MOST_GROWTH} times is the most"
-        )
-    return tokenizer
 
 
 def check_vocabulary(
-    tokenizer: PreTrainedTokenizerFast | None, config: ModelConfig, directory: str | os.PathLike
-) -> PreTrainedTokenizerFast | None:
+    tokenizer: Tokenizer | None, config: ModelConfig, directory: str | os.PathLike
+) -> Tokenizer | None:
     """Returns the tokenizer. Raises UserError for ids without an embedding in the model, and for a
     token whose text would fill memory.
 
@@ -182,20 +280,20 @@ def _check_table(path: Path) -> None:
             raise UserError(f"{path}: its precompiled_charsmap is damaged; download it again")
 
 
-def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
+def is_plain(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer's rules encode a text in time and memory proportional to its length: no
     normalizer that multiplies text, no pattern with a repeated group, which may take exponential
     time, and no template that repeats or adds many tokens."""
-    backend = tokenizer.backend_tokenizer
+    backend = tokenizer.backend
     every = backend.normalizer, backend.pre_tokenizer, backend.post_processor
     parts = [part.__getstate__() for part in every if part]
     rules = [rule for part in parts for rule in _rules(json.loads(part))]
     return all(map(_is_plain_rule, rules))
 
 
-def _decoder_growth(tokenizer: PreTrainedTokenizerFast) -> float:
+def _decoder_growth(tokenizer: Tokenizer) -> float:
     """How many times longer the decoder's replacements may make a text."""
-    decoder, growth = tokenizer.backend_tokenizer.decoder, 1.0
+    decoder, growth = tokenizer.backend.decoder, 1.0
     for rule in [] if decoder is None else _rules(json.loads(decoder.__getstate__())):
         if rule["type"] == "Replace":
             growth *= max(1, len(rule["content"]) / max(1, len(rule["pattern"].get("String", ""))))
@@ -251,7 +349,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ):
@@ -282,10 +380,4 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         with as_user_error("the tokenizer fails on these tokens"):
-            text = self._tokenizer.decode(
-                token_ids,
-                skip_special_tokens=self._skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        assert isinstance(text, str)
-        return text
+            return self._tokenizer.decode(token_ids, self._skip_special_tokens)

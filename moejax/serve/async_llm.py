@@ -59,13 +59,8 @@ class AsyncLLM:
         # long texts) does not keep short prompts waiting; turns of sessions keep their order.
         self._quick = ThreadPoolExecutor(1, "moejax-encode")
         self._slow = ThreadPoolExecutor(1, "moejax-encode-long")
-        tokenizer = self._llm.get_tokenizer()
-        self._engine = EngineThread(self._llm.engine, tokenizer)
+        self._engine = EngineThread(self._llm.engine, self._llm.engine.tokenizer)
         self._llm.lend(self._engine.thread)
-        if tokenizer is not None:
-            # The first call changes settings that tokenizer.json may bring (truncation, padding);
-            # tokenizers refuse that while another thread decodes.
-            tokenizer("")
         self._engine.thread.start()
         # Before jax's own exit, which takes the device away from the running step.
         atexit.register(self._shut_down, _EXIT_S)
@@ -109,7 +104,8 @@ class AsyncLLM:
         stream = TokenStream(name, loop, last_only, wanted=not last_only)
         if engine.streams.setdefault(stream.request_id, stream) is not stream:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
-        finished = False
+        # Made before the interpreter may end, which empties this module.
+        finished, drop = False, partial(engine.drop, stream)
         try:
             quick = session_id is None and self._llm.encoder.quick(prompt)
             quick = quick and params.structured_outputs is None
@@ -125,7 +121,7 @@ class AsyncLLM:
         finally:
             engine.streams.pop(stream.request_id, None)
             if not finished:
-                engine.tell(partial(engine.drop, stream))
+                engine.tell(drop)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Cancels a request, or several.

@@ -23,7 +23,7 @@ from moejax.requests.submission import Submission
 from moejax.serve.generation import require_owner, submit
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 log = logging.getLogger("moejax")
 
@@ -86,7 +86,7 @@ class EngineThread:
     functions. After the end every use raises, and every waiting caller has been told.
     """
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast | None):
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
         self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
         self.streams: dict[str, TokenStream] = {}
         """The stream of each request id, while the stream has a reader. The readers

@@ -21,7 +21,7 @@ from moejax.requests.sampling_params import SamplingParams, child_params
 from moejax.requests.submission import Submission
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 
 def require_owner(process: int) -> None:
@@ -131,7 +131,7 @@ def run_each(
     requests: Iterator[GenerationRequest],
     max_in_flight: int,
     encode: Callable[[Prompt], EncodedPrompt],
-    tokenizer: PreTrainedTokenizerFast | None,
+    tokenizer: Tokenizer | None,
 ) -> Generator[tuple[GenerationRequest, RequestOutput | UserError], None, None]:
     """Runs a stream of requests; see LLM.generate_each."""
     more = True

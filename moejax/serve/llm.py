@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -63,6 +63,9 @@ from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import settings_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("moejax")
 
@@ -175,9 +178,9 @@ class LLM:
     def config(self) -> ModelConfig:
         return self.engine.runner.config
 
-    def get_tokenizer(self):
-        """The tokenizer (transformers' PreTrainedTokenizerFast), None if the model has none."""
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer of transformers, None if the model has none."""
+        return None if self.engine.tokenizer is None else self.engine.tokenizer.whole()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that state none: those of the model's

@@ -27,7 +27,6 @@ from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
-from moejax.models.layers import Decoder
 from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
@@ -42,7 +41,7 @@ from moejax.step.step_parts import StepSpec
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from moejax.requests.tokenizer import Tokenizer
 
 log = logging.getLogger("moejax")
 
@@ -52,7 +51,7 @@ def start_engine(
     options: Config | Settings,
     device: jax.Device,
     *,
-    tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> tuple[Engine, StartPlan]:
     """Builds the engine of a loaded model and returns it with its plan.
 
@@ -141,7 +140,7 @@ def make_runner(
     - `bound`: most cells of a layer.
     """
     return Executor(
-        Decoder(steps.config, loaded.params, steps.ops),
+        loaded.params,
         loaded.store,
         steps,
         device,
@@ -154,7 +153,7 @@ def build(
     plan: StartPlan,
     loaded: LoadedModel,
     device: jax.Device,
-    tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Engine:
     """Builds the engine of a plan: allocates the arena, places the experts, compiles what a first
     request needs. If this fails, it frees everything that the model holds.
@@ -175,7 +174,7 @@ def _engine(
     plan: StartPlan,
     loaded: LoadedModel,
     runner: Executor,
-    tokenizer: PreTrainedTokenizerFast | None,
+    tokenizer: Tokenizer | None,
 ) -> Engine:
     options, spec = plan.settings.options, plan.spec
     arena = SlotArena(

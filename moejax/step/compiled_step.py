@@ -7,7 +7,7 @@ and are donated, so nothing of their size is ever allocated or copied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 
 from host_offload.control.interface import MapSearch
 from host_offload.policies.prefetch.expert_map.map_store import MapStore, Trajectory
-from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.experts import (
     DeviceMemory,
     StepContext,
@@ -48,6 +47,10 @@ from pallas_kernels.expert_ffn import Combined, Epilogue, ExpertBatch, counters_
 from pallas_kernels.plan import plan_resident, plan_routed
 from pallas_kernels.plan.record import record, record_size
 from pallas_kernels.stage import Entries
+
+if TYPE_CHECKING:
+    from moejax.models.attention.kind import Tokens
+    from moejax.models.layers import Decoder, LayerStack
 
 LAYERS_A_TURN = 4, 8
 """Most layers in one turn of a loop whose layers carry their index: with plans, without plans.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 
+from moejax.cache import bypass_compilation_cache
+from moejax.step.kept_programs import KeptPrograms
 from moejax.step.programs import ProgramKey
 
 ONE_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
@@ -43,10 +46,17 @@ class Compiler:
 
     - `lower`: traces and lowers a program.
     - `platform`: the platform of the device.
+    - `find_kept`: returns the programs on disk, None without any.
     """
 
-    def __init__(self, lower: Callable[[ProgramKey], jax.stages.Lowered], platform: str):
+    def __init__(
+        self,
+        lower: Callable[[ProgramKey], jax.stages.Lowered],
+        platform: str,
+        find_kept: Callable[[], KeptPrograms | None] = lambda: None,
+    ):
         self._lower, self._platform = lower, platform
+        self._find_kept = functools.cache(find_kept)
         self._began = time.perf_counter()
         self.compile_s = 0.0
         """Seconds from the start until a first request can run."""
@@ -109,5 +119,13 @@ class Compiler:
         self._executables.clear()
 
     def _compile(self, key: ProgramKey) -> jax.stages.Compiled:
-        options = compiler_options(self._platform, key)
-        return self._lower(key).compile(compiler_options=options)
+        kept = self._find_kept()
+        if kept is not None and (found := kept.load(key)) is not None:
+            return found
+        lowered, options = self._lower(key), compiler_options(self._platform, key)
+        if kept is None:
+            return lowered.compile(compiler_options=options)
+        with bypass_compilation_cache():
+            compiled = lowered.compile(compiler_options=options)
+        kept.keep(key, compiled)
+        return compiled

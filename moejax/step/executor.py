@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
@@ -36,11 +35,11 @@ from host_offload.memory.tables import (
     with_contents,
 )
 from host_offload.versions.layer_versions import record_bytes, version_bytes
-from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
+from moejax.step.kept_programs import KeptPrograms
 from moejax.step.layer_programs import layer_program
 from moejax.step.layer_walk import LayerWalk
 from moejax.step.owned_stream import OwnedStream
@@ -87,7 +86,7 @@ class Executor:
 
     def __init__(
         self,
-        model: Decoder,
+        params: dict[str, Any],
         store: ExpertStore,
         steps: StepSpec,
         device: jax.Device,
@@ -98,10 +97,8 @@ class Executor:
         self.steps, self.device, self.store, self.slots = steps, device, store, slots
         self.config, self.shapes, self.ops = steps.config, steps.shapes, steps.ops
         self.layout = layout = steps.layout
-        self.graph, state = nnx.split(model)
-        # Constants that the model made itself may lie on jax's default device.
-        self.state = jax.device_put(state, SingleDeviceSharding(device))
-        self.compiler = compiler = Compiler(self.lower, device.platform)
+        self.params = jax.device_put(params, SingleDeviceSharding(device))
+        self.compiler = compiler = Compiler(self.lower, device.platform, self._find_kept)
         self.buffers = buffers = Buffers(steps, store, device, slots=slots, cells=cells)
         layers = buffers.tables.address.shape[0]
         self.link_bytes = record_bytes(layout, steps.formats, moved=True)
@@ -129,16 +126,19 @@ class Executor:
         if steps.second is not None:
             wanted = *self.keys.decodes, ProgramKey("prefill")
             self.processor = Processor(buffers, compiler, transport, self.programs, wanted)
-        params = tuple(jax.tree.leaves(self.state))
+        leaves = tuple(jax.tree.leaves(self.params))
         copied = self.stream if isinstance(self.stream, CopiedStream) else None
         if steps.driver != "host" and copied is None:
             self.walk: CompiledWalk | LayerWalk = CompiledWalk(
-                steps, params, buffers, compiler, slots
+                steps, leaves, buffers, compiler, slots
             )
         else:
-            runs = [(run.size, run.is_moe, run.norms_outputs) for run in model.runs]
+            runs = [
+                (run["o"].shape[0], "router" in run, "mlp_out_norm" in run)
+                for run in params["runs"]
+            ]
             self.walk = LayerWalk(
-                steps, runs, params, buffers, compiler, transport, copied, self.processor
+                steps, runs, leaves, buffers, compiler, transport, copied, self.processor
             )
         self._compile_first()
 
@@ -200,8 +200,13 @@ class Executor:
 
     def programs(self) -> Programs:
         buffers = self.buffers
-        arrays = self.state, buffers.stores, buffers.arena, buffers.tables
-        return Programs(self.steps, self.graph, *arrays, buffers.sharding)
+        arrays = self.params, buffers.stores, buffers.arena, buffers.tables
+        return Programs(self.steps, *arrays, buffers.sharding)
+
+    def _find_kept(self) -> KeptPrograms | None:
+        programs = self.programs()
+        arrays = programs.params, programs.stores, programs.arena, programs.tables
+        return KeptPrograms.of((self.steps, str(programs.sharding)), arrays, self.device)
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """Traces and lowers a program that donates arena and tables."""
@@ -479,7 +484,7 @@ class Executor:
         state, memory = self.tokens, self.buffers.memory
         others: tuple = state.tokens, state.counts, self.maps and self.maps.arrays
         try:
-            self.buffers.delete(*others, self.state if given else ())
+            self.buffers.delete(*others, self.params if given else ())
         finally:
             self.transport.close()
             if memory is not None:

@@ -6,12 +6,11 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from moejax.models.layers import LayerStack, Tokens
 from moejax.step.experts import (
     DeviceMemory,
     Elsewhere,
@@ -40,6 +39,10 @@ from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, 
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
 from pallas_kernels.records.absent import AbsentRecords
+
+if TYPE_CHECKING:
+    from moejax.models.attention.kind import Tokens
+    from moejax.models.layers import LayerStack
 
 PUT = {"decode": 64, "prefill": 1024}
 """Rows of y that one program puts into their slots, a compiled shape, by kind of step."""

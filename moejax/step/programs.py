@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from host_offload.control.interface import MapSearch
 from host_offload.control.window import PACKED_VERSION
@@ -28,7 +27,6 @@ from host_offload.memory.tables import (
     without,
 )
 from host_offload.policies.prefetch.expert_map.map_store import MapStore
-from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.compiled_step import device_step
@@ -73,6 +71,9 @@ from pallas_kernels.records import decode
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries, admit_entries
+
+if TYPE_CHECKING:
+    from moejax.models.layers import Decoder
 
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers ahead of need in one step."""
@@ -213,15 +214,14 @@ class Program:
 class Programs:
     """Makes the programs of one engine. All arrays may be ShapeDtypeStructs.
 
-    - `graph`, `state`: results of nnx.split(model).
+    - `tree`: the model's parameters, the tree that moejax.checkpoints.load returns.
     - `stores`: uint16[L, E, rows, D] of each version.
     - `arena`: uint16[rows, D].
     - `sharding`: of the arguments that a step gets from the host; None: not decided.
     """
 
     steps: StepSpec
-    graph: Any
-    state: Any
+    tree: Any
     stores: tuple[Leaf, ...]
     arena: Leaf
     tables: Tables
@@ -268,13 +268,16 @@ class Programs:
 
     @property
     def params(self) -> tuple:
-        """The model's arrays in a flat tuple. A call spends more time on a tree of nnx than on all
-        its other arguments."""
-        return tuple(jax.tree.leaves(self.state))
+        """The model's arrays in a flat tuple. A call spends more time on a tree than on all its
+        other arguments."""
+        return tuple(jax.tree.leaves(self.tree))
 
     def model(self, params: Sequence[Any]) -> Decoder:
         """Returns the model of those arrays."""
-        return nnx.merge(self.graph, jax.tree.unflatten(jax.tree.structure(self.state), params))
+        from moejax.models.layers import Decoder  # flax, which only tracing needs
+
+        tree = jax.tree.unflatten(jax.tree.structure(self.tree), params)
+        return Decoder(self.steps.config, tree, self.steps.ops)
 
     # ---- arguments
 

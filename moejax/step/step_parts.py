@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.layout import SlotLayout
 from host_offload.queue.transfer import QueueSpec
 from moejax.errors import UserError
-from moejax.models.layers import Decoder, LayerStack, Tokens
+from moejax.models.attention.kind import Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.experts import StepContext, missed_bits
@@ -34,6 +34,9 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.state_pages import Sequences
+
+if TYPE_CHECKING:
+    from moejax.models.layers import Decoder, LayerStack
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode. More rows make more tiles, not larger ones, so a row's bits

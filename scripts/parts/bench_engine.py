@@ -313,7 +313,7 @@ def described(runner: Executor) -> dict[str, Any]:
     return {
         "layers": runner.config.num_hidden_layers,
         "experts": runner.config.num_experts,
-        "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
+        "dtype": str(jax.tree.leaves(runner.params)[0].dtype),
         "device": runner.device.device_kind,
         "jax": jax.__version__,
         "ops": runner.ops.chosen(),

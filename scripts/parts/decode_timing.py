@@ -92,7 +92,7 @@ def step_bytes(runner: Executor, active: float, *, batch: int, context: int) -> 
     """
     config, page = runner.config, runner.layout.page
     head = config.vocab_size * config.hidden_size * page.itemsize
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
     if not config.tie_word_embeddings:
         weights -= head
     return {

@@ -66,8 +66,8 @@ def make_app(
     - `tool_call_parser`: how the model writes calls of tools and reasoning, see AnswerReader.
     - `ending`: whether the server ends; then streams to pages end, which would keep it.
     """
-    tokenizer = llm.get_tokenizer()
-    template = tokenizer.get_chat_template() if tokenizer and tokenizer.chat_template else None
+    tokenizer = llm.engine.tokenizer
+    template = tokenizer.chat_template if tokenizer else None
     reader = AnswerReader(template, tool_call_parser)
     began, longest = int(time.time()), llm.engine.scheduler.max_model_len
     live, counted = LiveView(llm, served, model, ending), Metrics(llm, model)

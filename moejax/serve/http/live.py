@@ -46,7 +46,7 @@ class LiveView:
         until the server or the engine ends."""
         self._viewers += 1
         try:
-            tokenizer = self._llm.get_tokenizer()
+            tokenizer = self._llm.engine.tokenizer
             about = describe(self._llm.engine) | {
                 "model": self._model,
                 "versions": self._llm.plan.settings.versions,

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,8 +42,9 @@ class FakeLLM:
     def get_default_sampling_params(self):
         return SamplingParams(top_k=20, temperature=0.6)
 
-    def get_tokenizer(self):
-        return self.tokenizer
+    @property
+    def engine(self):
+        return SimpleNamespace(tokenizer=self.tokenizer)
 
     def stats(self):
         return STATS

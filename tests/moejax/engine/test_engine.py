@@ -224,7 +224,7 @@ def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         LLM("demo", progress=False, **LIMITS)
     (runner,) = built
-    arrays = jax.tree.leaves((runner.arena, runner.tables, runner.stores, runner.state))
+    arrays = jax.tree.leaves((runner.arena, runner.tables, runner.stores, runner.params))
     assert all(array.is_deleted() for array in arrays)
 
 

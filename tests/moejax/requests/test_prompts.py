@@ -63,13 +63,17 @@ def test_images_are_refused_by_name(encode, kind):
 
 def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
     tokenizer = shared._tokenizer
-    tokenizer.chat_template = TEMPLATE
-    own = tokenizer.apply_chat_template(
-        MESSAGES["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+    tokenizer.whole().chat_template = TEMPLATE
+    own = tokenizer.whole().apply_chat_template(
+        MESSAGES["messages"],
+        chat_template=TEMPLATE,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     assert shared(MESSAGES) == (None, own)
     for text in ("", "The old house, é 你", "x  y\n" * QUICK_TEXT):
-        assert shared(text) == (text, tokenizer(text)["input_ids"])
+        assert shared(text) == (text, tokenizer.encode(text))
     process = shared._bounded._process
     shared(MESSAGES)
     assert shared._bounded._process is process
@@ -94,13 +98,13 @@ BOMBS = {
 )
 def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch, bomb):
     monkeypatch.setattr(bounded_process, "WORK_S", 1.5)
-    shared._tokenizer.chat_template = BOMBS[bomb]
+    shared._tokenizer.whole().chat_template = BOMBS[bomb]
     began = time.monotonic()
     with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
         shared(MESSAGES)
     assert time.monotonic() - began < 30
     monkeypatch.setattr(bounded_process, "WORK_S", 60)
-    shared._tokenizer.chat_template = TEMPLATE
+    shared._tokenizer.whole().chat_template = TEMPLATE
     assert shared(MESSAGES)[1]
 
 
@@ -115,7 +119,7 @@ def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch
     ],
 )
 def test_a_template_stays_in_its_sandbox(template, shared):
-    shared._tokenizer.chat_template = template
+    shared._tokenizer.whole().chat_template = template
     with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
         shared(MESSAGES)
 
@@ -147,9 +151,9 @@ def test_no_text_is_encoded_that_cannot_fit(tokenizer):
 )
 def test_which_tokenizers_are_plain(tokenizer, normalizer, pre_tokenizer, plain):
     if normalizer is not None:
-        tokenizer.backend_tokenizer.normalizer = normalizer
+        tokenizer.backend.normalizer = normalizer
     if pre_tokenizer is not None:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.backend.pre_tokenizer = pre_tokenizer
     assert is_plain(tokenizer) is plain
 
 
@@ -212,6 +216,6 @@ def test_a_decoder_that_multiplies_text_is_refused(directory):
 
 
 def test_a_token_that_is_a_book_is_refused(tokenizer):
-    tokenizer.add_tokens(["x" * 20_000])
+    tokenizer.backend.add_tokens(["x" * 20_000])
     with pytest.raises(UserError, match="a token of 20000 characters; 10000 is the most"):
         check_vocabulary(tokenizer, load_config(DEMO), DEMO)

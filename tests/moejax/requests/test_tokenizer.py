@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moejax
+import moejax.requests.tokenizer as tokenizer_module
 from moejax.errors import UserError
 from moejax.models.config import load_config
-from moejax.requests.tokenizer import Detokenizer, check_vocabulary, load_tokenizer
+from moejax.requests.tokenizer import Detokenizer, Tokenizer, check_vocabulary, load_tokenizer
 
 DEMO = Path(moejax.__path__[0]) / "demo"
 
@@ -80,13 +81,14 @@ def test_the_prompt_is_context_and_not_output(tokenizer):
 
 
 def test_the_space_after_the_prompt_is_kept_where_decoding_strips_the_first():
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
 
     words = {"▁The": 0, "▁old": 1, "▁house": 2}
-    backend = Tokenizer(models.WordLevel(words, unk_token="▁The"))
+    backend = Backend(models.WordLevel(words, unk_token="▁The"))
     backend.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert tokenizer.decode([1, 2]) == "old house"
     assert _stream(tokenizer, [[1], [2]], prompt_ids=[0]) == [" old", " house", ""]
 
@@ -119,12 +121,44 @@ def test_tokenizer_runs_no_code_and_reads_no_other_file(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_kept_tokenizer_is_the_same_without_transformers(tmp_path, monkeypatch):
+    """Settings of tokenizer_config.json count; a changed or damaged file is not used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = tmp_path / "model"
+    directory.mkdir()
+    tokenizer_directory(directory, chat_template="{{ bos_token }}!", add_bos_token=True)
+    text = "The old house<|endoftext|> é🏚"
+
+    def facts(tokenizer):
+        ids = tokenizer.encode(text)
+        known = [*tokenizer.special_tokens.items()], tokenizer.chat_template
+        return ids, tokenizer.decode(ids), tokenizer.decode(ids, True), tokenizer.get_vocab(), known
+
+    first = load_tokenizer(directory)
+    whole = first.whole()
+    assert first.encode(text) == whole(text)["input_ids"]
+    assert first.decode(range(300)) == whole.decode(range(300), clean_up_tokenization_spaces=False)
+    (kept,) = (tmp_path / "cache" / "moejax" / "tokenizers").iterdir()
+    content = kept.read_bytes()
+    with monkeypatch.context() as without:
+        without.setattr(tokenizer_module, "_load_whole", lambda _: pytest.fail("loaded"))
+        second = load_tokenizer(directory)
+        assert facts(second) == facts(first) and second.chat_template == "{{ bos_token }}!"
+    second = load_tokenizer(directory)
+    assert second.whole()(text)["input_ids"] == second.encode(text)
+    kept.write_bytes(content[:50] + b"x" + content[51:])
+    assert facts(load_tokenizer(directory)) == facts(first)
+    assert kept.read_bytes() == content
+    tokenizer_directory(directory, chat_template="other")
+    assert load_tokenizer(directory).chat_template == "other"
+
+
 def test_tokenizer_of_another_model():
     tokenizer, config = load_tokenizer(DEMO), load_config(DEMO)
     assert tokenizer is not None
     assert check_vocabulary(tokenizer, config, DEMO) is tokenizer
     assert check_vocabulary(None, config, DEMO) is None
-    tokenizer.add_tokens(["<more>"])
+    tokenizer.backend.add_tokens(["<more>"])
     grown = max(tokenizer.get_vocab().values())
     assert grown >= config.vocab_size
     with pytest.raises(UserError, match=f"token '<more>' with id {grown}, but config.json has voc"):

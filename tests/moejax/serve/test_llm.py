@@ -206,7 +206,7 @@ def test_closing_frees_arena_store_and_parameters():
     with LLM("demo", progress=False, **LIMITS) as llm:
         runner = llm.engine.runner
         llm.generate([5, 6], GREEDY)
-        arrays = jax.tree.leaves((runner.arena, runner.tables, runner.stores, runner.state))
+        arrays = jax.tree.leaves((runner.arena, runner.tables, runner.stores, runner.params))
         assert not any(array.is_deleted() for array in arrays)
     assert all(array.is_deleted() for array in arrays)
     llm.close()  # twice is fine

@@ -41,7 +41,7 @@ def test_one_copy_with_the_same_bits(options):
         plan, runner = llm.plan, llm.engine.runner
         assert plan.budget.in_place == 64 and plan.steps.in_place
         assert plan.budget.expert_slots == 0 and plan.budget.slots == plan.budget.kv_slots
-        dense = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
+        dense = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
         kv = plan.budget.slots * plan.steps.layout.slot_bytes
         held = sum(array.nbytes for array in jax.live_arrays()) - before
         # Tables and a few small arrays beside; a second copy would be all of the store again.

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 import moejax.step.compiled_step
@@ -24,7 +23,6 @@ from host_offload.queue.transfer import QueueSpec
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import abstract_params, expert_layout, shape
 from moejax.models.config import ModelConfig
-from moejax.models.layers import Decoder
 from moejax.start.decide.shapes import step_shapes
 from moejax.step.layer_programs import layer_program
 from moejax.step.programs import ProgramKey, Programs
@@ -67,7 +65,6 @@ def abstract_programs(
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     layout = config.slot_layout(record.itemsize)
     slots = arena_bytes // layout.slot_bytes
-    graph, state = nnx.split(Decoder(config, abstract_params(config), ops))
     store = jax.ShapeDtypeStruct((moe_layers, experts, record.rows, record.hidden), jnp.uint16)
     steps = StepSpec(
         device_kind="",
@@ -81,8 +78,7 @@ def abstract_programs(
     )
     return Programs(
         steps,
-        graph,
-        state,
+        abstract_params(config),
         stores=(store,),
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts)),
