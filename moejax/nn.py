@@ -124,6 +124,7 @@ class PagedExperts(nnx.Module):
         layers: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
         dtype: str = "bfloat16",
         *,
+        layout: str | None = None,
         device: jax.Device | None = None,
         activation: str = "silu",
     ) -> PagedExperts:
@@ -131,13 +132,17 @@ class PagedExperts(nnx.Module):
 
         - `layers`: for each layer (gate [E, I, D], up [E, I, D], down [E, D, I]), of any float
           dtype. A lazy sequence needs memory for one layer only.
+        - `layout`: "torch", the axes above, or "flax", whose kernels are [E, D, I], [E, D, I] and
+          [E, I, D]. None is "torch", but square matrices need a word, since no shape shows it.
         - `dtype`: the dtype that the weights are converted to.
         - `device`: jax's first device by default.
         - `activation`: one of pallas_kernels.expert_ffn.ACTIVATIONS.
 
-        Raises UserError for shapes that differ or do not fit together, and if pinned memory does
-        not suffice.
+        Raises UserError for shapes that differ or do not fit together, square matrices without a
+        layout, and if pinned memory does not suffice.
         """
+        if layout not in (None, "torch", "flax"):
+            raise UserError(f"layout is 'torch' or 'flax', not {layout!r}")
         to = NUMPY_DTYPES[_dtype_name(dtype)]
         if not len(layers):
             raise UserError("there are no layers; give the weights of at least one")
@@ -159,13 +164,21 @@ class PagedExperts(nnx.Module):
                         f"layer {layer}: gate is {list(found)}, that of layer 0 {list(shape)}"
                     )
                 experts, width, hidden = shape
+                if layout == "flax":
+                    width, hidden = hidden, width
+                elif layout is None and width == hidden:
+                    raise UserError(
+                        f"matrices of {width} × {hidden} do not show their axes; say "
+                        "layout='torch' (gate [E, I, D]) or layout='flax' (gate [E, D, I])"
+                    )
                 if builder is None:
-                    layout = RecordFormat("dense", hidden, width, to.name)
+                    record = RecordFormat("dense", hidden, width, to.name)
                     device = jax.devices()[0] if device is None else device
-                    builder = StoreBuilder(layout, len(layers), experts, device)
+                    builder = StoreBuilder(record, len(layers), experts, device)
                     stack.callback(builder.close)
                 for e in range(experts):
-                    rows = (np.asarray(gate[e]), np.asarray(up[e]), np.asarray(down[e]).T)
+                    rows = [np.asarray(gate[e]), np.asarray(up[e]), np.asarray(down[e]).T]
+                    rows = [part.T for part in rows] if layout == "flax" else rows
                     weights = np.concatenate([part.astype(to, copy=False) for part in rows])
                     builder.put(layer, e, encode(weights[None], builder.layout))
             assert builder is not None
@@ -311,7 +324,7 @@ class PagedMoE(nnx.Module):
 
         The bits of a row depend on the row, row_tile and the device, not on other rows or on
         memory. Raises ValueError for a shape or dtype that does not fit, or memory of other
-        experts.
+        experts, and UserError under grad and vmap.
         """
         experts, hidden = self.experts, self.experts.layout.hidden
         if x.shape[-1] != hidden or x.dtype != jnp.dtype(experts.dtype):
@@ -323,6 +336,7 @@ class PagedMoE(nnx.Module):
             raise ValueError("memory is not of these experts; use what their allocate returned")
         valid = jnp.ones(x.shape[:-1], bool) if valid is None else valid
         rows, given = x.reshape(-1, hidden), valid.reshape(-1)
+        rows, router = _refuse_transforms((rows, self.router.get_value()))
         count = rows.shape[0]
         padding = -count % self.row_tile
         rows, given = jnp.pad(rows, ((0, padding), (0, 0))), jnp.pad(given, (0, padding))
@@ -332,7 +346,7 @@ class PagedMoE(nnx.Module):
                 implementation=self.ops.linear,
                 shared_kib=self.ops.shared_kib,
             )
-            logits = linear_parts(rows, self.router.get_value()[None], 0, options)
+            logits = linear_parts(rows, router[None], 0, options)
             ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
             rows, ids, weights = lax.optimization_barrier((rows, ids, weights))
         context = ExpertContext(
@@ -351,6 +365,29 @@ class PagedMoE(nnx.Module):
         y = add_experts(jnp.zeros_like(rows), y, weights, self.ops)
         sums = memory.counts.at[self.layer].add(counts[: len(Paging._fields)])
         return y[:count].reshape(x.shape), ExpertMemory(arena, tables, sums)
+
+
+@jax.custom_jvp
+@jax.custom_batching.custom_vmap
+def _refuse_transforms(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns its operands, and refuses to be differentiated or batched."""
+    return operands
+
+
+@_refuse_transforms.defjvp
+def _refuse_gradient(primals, tangents):
+    raise UserError(
+        "PagedMoE is for inference and has no gradient, since it changes memory in place; use "
+        "jax.lax.stop_gradient on its input, and on its state"
+    )
+
+
+@_refuse_transforms.fun.def_vmap
+def _refuse_vmap(size, batched, operands):
+    raise UserError(
+        "PagedMoE cannot be batched by vmap, since all rows share one memory; give it all rows at "
+        "once, x [..., D]"
+    )
 
 
 _regrant = jax.jit(regrant)

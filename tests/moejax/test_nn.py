@@ -272,6 +272,32 @@ def test_weights_that_do_not_fit_are_refused():
         PagedExperts.from_arrays([(gate, up, down), other])
 
 
+def test_flax_kernels_are_turned_and_square_ones_need_a_word(experts):
+    turned = [tuple(np.swapaxes(part, 1, 2) for part in layer) for layer in weights()]
+    flax = PagedExperts.from_arrays(turned, "float32", layout="flax")
+    mine, theirs = (np.asarray(each.records.get_value()) for each in (experts, flax))
+    np.testing.assert_array_equal(mine, theirs)
+    square = weights(hidden=64, width=64)
+    with pytest.raises(UserError, match="do not show their axes; say layout="):
+        PagedExperts.from_arrays(square)
+    PagedExperts.from_arrays(square, layout="torch")
+    with pytest.raises(UserError, match="layout is 'torch' or 'flax', not 'jax'"):
+        PagedExperts.from_arrays(square, layout="jax")
+
+
+def test_gradients_and_vmap_are_refused_in_a_sentence(experts):
+    moe = PagedMoE(experts, 0, RULE, rngs=nnx.Rngs(0))
+    memory, x = experts.allocate("25%"), jnp.ones((4, D))
+    with pytest.raises(UserError, match="is for inference and has no gradient"):
+        jax.grad(lambda x: moe(x, memory)[0].sum())(x)
+    with pytest.raises(UserError, match="is for inference and has no gradient"):
+        nnx.grad(lambda moe: moe(x, memory)[0].sum())(moe)
+    with pytest.raises(UserError, match="cannot be batched by vmap"):
+        jax.vmap(lambda x: moe(x, memory)[0])(x[:, None])
+    frozen = jax.grad(lambda x: (x * moe(jax.lax.stop_gradient(x), memory)[0]).sum())(x)
+    np.testing.assert_array_equal(frozen, moe(x, memory)[0])
+
+
 def test_a_host_that_is_too_small_is_refused(monkeypatch):
     def refuse(*_):
         raise MemoryError("cannot allocate 9 GiB of pinned host memory")
