@@ -141,7 +141,7 @@ def open_source(
     if kind == "gguf":
         copied = _files_of_gguf(directory)
     else:
-        copied = _read_copied_files(directory)
+        copied = read_copied_files(directory)
         paths += map(directory.joinpath, copied)
     if opened.config.dtype != dtype or own is not None:
         fields = json.loads(copied["config.json"])
@@ -176,7 +176,7 @@ def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[s
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-def _read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
+def read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
     """Reads the files of COPIED and TEMPLATES. Returns path within the directory → content. Raises
     UserError for a link to a file outside the checkpoint."""
     paths = [directory / name for name in COPIED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -247,6 +248,19 @@ def _experts(
 def _names(family: Family) -> tuple[str, str, str]:
     """Names of gate, up and down of one expert, also where the family's own are always stacked."""
     return family.matrices or ("gate_proj", "up_proj", "down_proj")
+
+
+def name_expert(config: ModelConfig, stacked: str, expert: int, matrix: str) -> str:
+    """The name, without ".weight", of an expert's matrix in a checkpoint whose experts are
+    separate.
+
+    - `stacked`: the name of the tensor that has all experts.
+    - `matrix`: "gate", "up" or "down".
+    """
+    family = FAMILIES[config.architecture]
+    (layer,) = re.findall(r"^model\.layers\.\d+\.", stacked)
+    name = dict(zip(("gate", "up", "down"), _names(family), strict=True))[matrix]
+    return f"{layer}{family.experts}{expert}.{name}"
 
 
 def separate_experts(config: ModelConfig) -> set[str]:

@@ -39,6 +39,7 @@ version takes it from there instead of making it when it starts.
 examples:
   moejax quantize /models/Qwen3-30B-A3B /models/qwen3.orbax --versions int4,int8
   moejax quantize demo demo.orbax --versions int4,int2 --quantizer mse --json
+  moejax quantize demo demo-int4 --versions int4 --to compressed-tensors
 """
 
 
@@ -81,6 +82,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="how int versions are made: rtn (round to nearest) or mse (the least squared error "
         "of the weights; some 10 times as long) (default: rtn)",
     )
+    quantize.add_argument(
+        "--to",
+        choices=("moejax", "compressed-tensors"),
+        default="moejax",
+        help="compressed-tensors: safetensors with the one version of LIST, int4 or int8, for "
+        "transformers and vLLM too (default: moejax)",
+    )
     quantize.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
 
 
@@ -121,6 +129,8 @@ def _quantize(args: argparse.Namespace) -> int:
     from moejax.evaluate.quantization import quantize
 
     versions = tuple(args.versions.split(","))
+    if args.to == "compressed-tensors":
+        return _write_compressed(args)
     with _reading(args, "quantizing") as (source, report):
         done = quantize(source, args.destination, versions, args.quantizer, report)
     if args.json:
@@ -129,6 +139,18 @@ def _quantize(args: argparse.Namespace) -> int:
         _print_written(done.conversion, "weights and versions")
         columns = "version", "of dense", "made by", "relative error", "dense layers"
         print_table(columns, (_row(name, done) for name in done.versions))
+    return 0
+
+
+def _write_compressed(args: argparse.Namespace) -> int:
+    from moejax.checkpoints.compressed import write_compressed
+
+    with _reading(args, "quantizing") as (source, report):
+        where = write_compressed(source, args.destination, args.versions, args.quantizer, report)
+    if args.json:
+        print(json.dumps({"source": args.source, "directory": str(where)}, indent=2))
+    elif not args.quiet:
+        print(f"{where}: experts in {args.versions}, as compressed-tensors packs them")
     return 0
 
 

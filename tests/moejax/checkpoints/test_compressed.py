@@ -1,0 +1,78 @@
+"""Checkpoints that moejax writes for compressed-tensors: other libraries read the same weights."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from host_offload.policies.precision.precision_names import CHECKPOINT
+from moejax.checkpoints.compressed import write_compressed
+from moejax.checkpoints.load import load_checkpoint
+from moejax.commands.main import main
+from moejax.errors import UserError
+from tests.moejax.checkpoints.conversions import write_source
+
+
+def dense(path):
+    """float32[L, E, 3·I, D] of a checkpoint."""
+    loaded = load_checkpoint(path, "float32")
+    array, layout = np.asarray(loaded.store.arrays["dense"]), loaded.layout
+    return (
+        array.reshape(*array.shape[:2], -1)
+        .view(np.float32)
+        .reshape(*array.shape[:2], -1, layout.hidden)
+    )
+
+
+@pytest.mark.parametrize(("version", "most"), [("int4", 0.12), ("int8", 0.008)])
+def test_experts_are_those_of_the_source_up_to_rounding(version, most, demo_dir, tmp_path):
+    path = write_compressed(demo_dir, tmp_path / "model", version)
+    loaded = load_checkpoint(path, versions=(CHECKPOINT,))
+    assert [*loaded.store.arrays] == [f"{version}-128-bf16"]
+    found, wanted = dense(path), dense(demo_dir)
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert 0 < error < most
+
+
+def test_what_cannot_be_written_is_refused(demo_dir, tmp_path, capsys):
+    command = ["quantize", str(demo_dir), str(tmp_path / "x"), "--to", "compressed-tensors"]
+    assert main([*command, "--versions", "int2"]) == 2
+    assert "compressed-tensors holds int8 or int4, not 'int2'" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+    assert main([*command, "--versions", "int4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["directory"] == str(tmp_path / "x")
+    assert main([*command, "--versions", "int4"]) == 2
+    assert "already there" in capsys.readouterr().err
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "shard"), [("Qwen3Moe", "1GB"), ("DeepseekV3", "100KB")])
+def test_transformers_reads_the_same_weights(family, shard, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.moejax.transformers_models import random_model
+
+    model = random_model(family, hidden_size=64, moe_intermediate_size=32)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size=shard)
+    path = write_compressed(tmp_path / "dense", tmp_path / "model", "int4")
+    experts = dense(path)
+    for number, layer in enumerate(
+        layer
+        for layer in AutoModelForCausalLM.from_pretrained(path).model.layers
+        if hasattr(layer.mlp, "experts")
+    ):
+        gate_up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
+        theirs = torch.cat([gate_up, down.transpose(1, 2)], 1).float().detach().numpy()
+        assert np.array_equal(theirs, experts[number])
+    wanted = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
+    mine = AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn.o_proj.weight
+    assert torch.equal(mine, wanted.to(torch.bfloat16))
+
+
+def test_groups_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(UserError, match="have no groups of 128, 64, 32; leave --to out"):
+        write_compressed(write_source(tmp_path / "small"), tmp_path / "model", "int4")
