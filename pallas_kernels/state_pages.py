@@ -42,6 +42,11 @@ class Sequences(NamedTuple):
     length: Int[Array, " N"]
     count: Int[Array, ""]
     """Runs in use."""
+    read: Int[Array, "N P"] | None = None
+    """The pages from which the run's state comes, which an earlier run may have written; None: its
+    own."""
+    copy: Int[Array, "N P"] | None = None
+    """Pages that get a copy of the state after the run; −1: none do."""
 
 
 def state_rows(shapes: Shapes, row_elements: int) -> int:
@@ -75,9 +80,11 @@ def advance(
     def of_run(n, carry):
         view, out = carry
         index = layer * page.layer_rows + jnp.arange(page.layer_rows)
-        rows = sequences.pages[n][index // page.page_rows] + index % page.page_rows
+        at = index // page.page_rows, index % page.page_rows
+        read = sequences.pages if sequences.read is None else sequences.read
         first = sequences.start[n] + sequences.skip[n] == 0
-        state = tuple(jnp.where(first, 0, each) for each in _unpack(view[rows], shapes))
+        bits = view[read[n][at[0]] + at[1]]
+        state = tuple(jnp.where(first, 0, each) for each in _unpack(bits, shapes))
 
         def of_token(t, carry):
             state, out = carry
@@ -88,9 +95,13 @@ def advance(
 
         bounds = sequences.skip[n], sequences.length[n]
         state, out = lax.fori_loop(*bounds, of_token, (state, out))
-        rows = jnp.where(bounds[0] < bounds[1], rows, view.shape[0])
-        bits = _pack(state, page)
-        return view.at[rows].set(bits, mode="drop", unique_indices=True), out
+        bits, nowhere = _pack(state, page), view.shape[0]
+        for pages in (sequences.pages, sequences.copy):
+            if pages is not None:
+                given = (bounds[0] < bounds[1]) & (pages[n, 0] >= 0)
+                rows = jnp.where(given, pages[n][at[0]] + at[1], nowhere)
+                view = view.at[rows].set(bits, mode="drop", unique_indices=True)
+        return view, out
 
     view, out = lax.fori_loop(0, sequences.count, of_run, (view, out))
     return out, view.reshape(arena.shape)

@@ -13,9 +13,10 @@ class SequenceBlocks:
     """The blocks that hold a sequence's KV: for every `block_size` tokens one of each group of
     pages. Of groups with a window, blocks that no later token sees are None.
 
-    - `state`: the blocks of the sequence's state, in models with state.
+    - `state`: the blocks of the sequence's state, in models with state. If `resumed` is not empty,
+      these blocks have the state, and the next step copies it.
 
-    Iterates over the blocks that are held: those of the state, then of the first tokens first.
+    Iterates over the blocks that are held: those of the states, then of the first tokens first.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class SequenceBlocks:
         state: Sequence[Block] = (),
     ):
         self.page, self.state = page, list(state)
+        self.resumed: list[Block] = []
         self._rows: list[list[Block | None]] = list(rows)
         self._first = [0] * page.groups
         """The first block of each group that may be held."""
@@ -36,12 +38,13 @@ class SequenceBlocks:
     def __iter__(self) -> Iterator[Block]:
         first = min(self._first)
         blocks = (block for row in self._rows[first:] for block in row if block is not None)
-        return itertools.chain(self.state, blocks)
+        return itertools.chain(self.state, self.resumed, blocks)
 
     @property
     def pages(self) -> int:
         """Blocks that are held."""
-        return len(self.state) + len(self._rows) * self.page.groups - sum(self._first)
+        states = len(self.state) + len(self.resumed)
+        return states + len(self._rows) * self.page.groups - sum(self._first)
 
     def at(self, index: int) -> list[Block | None]:
         """Returns the blocks of each group for tokens from ``index · block_size`` on."""

@@ -9,14 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
+from host_offload.memory.layout import PREFILL_STEP
 from moejax.requests.request import Request
+
+STATE_TOKENS = 1024
+"""A copy of the state is kept after so many tokens of a prompt, and near its end."""
 
 
 class PrefixCache:
     """Publishes and finds KV blocks of prompts, by name.
 
     A block is shared only if prefill computed it and all blocks before it, since KV of generated
-    tokens has decode's bits. A prompt that must be computed whole shares nothing.
+    tokens has decode's bits. A prompt that must be computed whole shares nothing. In models with
+    state, prompts share blocks up to the last copy of a state.
     """
 
     def __init__(self, cache: KVCache, enabled: bool):
@@ -39,6 +44,8 @@ class PrefixCache:
             [None if name is None else self.cache.lookup(name) for name in row] for row in names
         ]
         self.cache.pin(block for row in rows for block in row if block is not None)
+        if rows and self.page.state_pages:
+            self._resume(request, self._of_prompt(request)[len(request.blocks) + len(rows) - 1])
         tokens = len(rows) * self.block_size
         gone = request.blocks.append_seen(rows, request.computed + tokens)
         self.cache.unpin(gone)
@@ -60,6 +67,8 @@ class PrefixCache:
         while end < last and all(has(_of_group(names[end], group)) for group in whole):
             end += 1
         for stop in range(end, first, -1):
+            if not all(map(has, self._of_state(names[stop - 1]))):
+                continue
             starts = [self.page.first_block(group, stop * self.block_size) for group in groups]
             seen = (
                 _of_group(names[i], group)
@@ -73,6 +82,37 @@ class PrefixCache:
                     for i in range(first, stop)
                 ]
         return []
+
+    def _of_state(self, name: bytes) -> list[bytes]:
+        """Names the blocks of the state after a block."""
+        return [name + b"state" + i.to_bytes(2) for i in range(self.page.state_pages)]
+
+    def _resume(self, request: Request, name: bytes) -> None:
+        """Makes a request go on from the published state after a block."""
+        self.cache.unpin(request.blocks.resumed)
+        self.cache.release(request.blocks.resumed)
+        found = map(self.cache.lookup, self._of_state(name))
+        request.blocks.resumed = [block for block in found if block is not None]
+        self.cache.pin(request.blocks.resumed)
+
+    def publish_state(self, request: Request, end: int) -> list[Block]:
+        """Publishes new blocks for the state after `end` tokens, if it is worth it and there is
+        room. The caller holds them until a step has written them."""
+        names, size = self._of_prompt(request), self.block_size
+        last = (len(request.prompt) - 1) // PREFILL_STEP * PREFILL_STEP
+        if not names or not self.page.state_pages or request.pure != end:
+            return []
+        if end % PREFILL_STEP or (end != last and end % STATE_TOKENS):
+            return []
+        keys = self._of_state(names[end // size - 1])
+        # Room is left for sequences that grow.
+        room = self.cache.available - self.cache.arena.pages // 8
+        if room < len(keys) or any(map(self.cache.has, keys)):
+            return []
+        blocks = self.cache.allocate(len(keys))
+        for block, key in zip(blocks, keys, strict=True):
+            self.cache.publish(block, key)
+        return blocks
 
     def publish(self, request: Request, start: int, end: int) -> list[Block]:
         """Publishes the prompt's blocks that tokens [start, end) complete. Prefill must have

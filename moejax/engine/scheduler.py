@@ -55,10 +55,7 @@ class Scheduler:
         self.block_size = self.page.block_size
         self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
-        self.overflow, self.prefixes = (
-            overflow,
-            PrefixCache(cache, prefix_caching and not shapes.state_pages),
-        )
+        self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
         share = self.prefill_chunks * self.chunk // 4 if prefill_share is None else prefill_share
         self.share_chunks = max(share // self.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
@@ -75,6 +72,8 @@ class Scheduler:
         self._placed: list[Request] = []
         self.published: list[Block] = []
         """Blocks that the step writes and other requests may already hold."""
+        self.states: list[Block] = []
+        """Blocks of states that the step reads or writes beside those of its requests."""
         self.in_step: set[Request] = set()
         """Requests that the step computes."""
         self._held_steps = 0
@@ -155,6 +154,8 @@ class Scheduler:
         """Returns the next step's work, counted as dispatched; None if nothing can be
         dispatched."""
         self.published, self.in_step = [], set()
+        states, self.states = self.states, []
+        self.cache.release(states)
         for request in self.running.values():
             self._release_unseen(request)
         # Decode goes on between two prefill steps.
@@ -333,14 +334,27 @@ class Scheduler:
             if request.pure == request.computed:
                 request.pure = end
                 self.published += self.prefixes.publish(request, start + skip, end)
+            read, copy = self._read_and_copy(request, end)
             request.computed = end
             last = end == request.prefill_to
             samples = last and request.to_generate > 0 and request.dispatched == 0
             if samples:
                 request.dispatched = 1
-            chunks.append(PromptChunk(request, row, start, skip, end - start, samples, last))
+            place = row, start, skip, end - start
+            chunks.append(PromptChunk(request, *place, samples, last, read, copy))
             self.in_step.add(request)
         return chunks
+
+    def _read_and_copy(
+        self, request: Request, end: int
+    ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """Returns `read` and `copy` of a chunk that ends at `end`."""
+        read, request.blocks.resumed = request.blocks.resumed, []
+        self.cache.unpin(read)
+        copy = self.prefixes.publish_state(request, end)
+        self.states += [*read, *copy]
+        self.published += copy
+        return tuple(read), tuple(copy)
 
     # ---- pages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +35,10 @@ class PromptChunk:
     """Whether the request's first token is sampled after the chunk's last token."""
     last: bool
     """Whether the prompt ends in this chunk."""
+    read: tuple[Block, ...] = ()
+    """Blocks from which the state comes; none: the request's own."""
+    copy: tuple[Block, ...] = ()
+    """Blocks that get a copy of the state after the chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +101,13 @@ def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
         prefill.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
         prefill.row[i], prefill.start[i] = chunk.row, chunk.start
         prefill.skip[i], prefill.length[i] = chunk.skip, chunk.length
+        for pages, blocks in (
+            (prefill.read, chunk.read or request.blocks.state),
+            (prefill.copy, chunk.copy),
+        ):
+            if blocks:
+                rows: Any = [block.row for block in blocks]
+                pages[i] = rows
         if request.targets is not None:
             prefill.targets[i, : chunk.length] = request.targets[chunk.start : end]
         elif request.params.prompt_logprobs is not None:

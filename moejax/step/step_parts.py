@@ -236,10 +236,14 @@ class PrefillBatch(NamedTuple):
     not in this step."""
     targets: Leaf
     """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
+    read: Leaf
+    """[N, P]: KV rows of the pages from which a chunk's state comes."""
+    copy: Leaf
+    """[N, P]: KV rows of pages that get a copy of the state after the chunk; −1: none do."""
 
     def of_chunks(self, chunks: int) -> PrefillBatch:
         """Returns the first `chunks` chunks, which must hold all tokens."""
-        names = ("tokens", "row", "start", "skip", "length", "targets")
+        names = ("tokens", "row", "start", "skip", "length", "targets", "read", "copy")
         return self._replace(**{name: getattr(self, name)[:chunks] for name in names})
 
 
@@ -255,6 +259,8 @@ def empty_prefill(shapes: StepShapes) -> PrefillBatch:
         count=np.int32(0),
         last=np.full(shapes.rows, -1, np.int32),
         targets=np.zeros((chunks, size), np.int32),
+        read=np.zeros((chunks, shapes.state_pages), np.int32),
+        copy=np.full((chunks, shapes.state_pages), -1, np.int32),
     )
 
 
@@ -396,7 +402,7 @@ def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepCont
     block_table, sequences = tables.blocks, None
     if tables.state.shape[1]:
         runs = prefill.start, prefill.skip, prefill.length, prefill.count
-        sequences = Sequences(tables.state[prefill.row], *runs)
+        sequences = Sequences(tables.state[prefill.row], *runs, prefill.read, prefill.copy)
     chunks, size = prefill.tokens.shape
     offset = jnp.arange(size)
     positions = (prefill.start[:, None] + offset).reshape(-1)

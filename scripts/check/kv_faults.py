@@ -16,7 +16,9 @@ def kv_faults(scheduler: Scheduler) -> list[str]:
     running = (r.blocks for r in scheduler.running.values())
     waiting = (r.blocks for _, r in scheduler.queue)
     between_turns = (s.blocks for s in scheduler.sessions.all)
-    faults = cache_faults(scheduler.cache, running, itertools.chain(waiting, between_turns))
+    faults = cache_faults(
+        scheduler.cache, running, itertools.chain(waiting, between_turns, [scheduler.states])
+    )
     rows = sorted([*scheduler.free_rows, *scheduler.running])
     if rows != list(range(scheduler.max_num_seqs)):
         faults.append(f"rows free and in use: {rows}")

@@ -27,11 +27,20 @@ CHUNK = 64
 LAYOUT = slot_layout(
     hidden=64, width=64, itemsize=2, layers=1, rows_per_token=2, row_values=64, block_size=BLOCK
 )
+
+
+class Stateful(tuple):
+    """Windows of groups of pages, beside layers with a state of so many pages."""
+
+    state_pages = 2
+
+
 WINDOWS = {
     "none": (None,),
     "all": (Window(40),),
     "alternating": (None, Window(40)),
     "chunked": (Window(128, chunked=True), None, Window(1)),
+    "state": Stateful((None,)),
 }
 
 
@@ -59,7 +68,9 @@ class Device:
         self, *, pages: int, rows: int, prefill_chunks: int, max_model_len: int, **options
     ):
         self.windows = options.pop("windows", (None,))
-        page = dataclasses.replace(LAYOUT.page, windows=self.windows)
+        self.state_pages = getattr(self.windows, "state_pages", 0)
+        groups = {"windows": self.windows, "state_pages": self.state_pages}
+        page = dataclasses.replace(LAYOUT.page, **groups)
         layout = dataclasses.replace(LAYOUT, page=page)
         pages *= len(self.windows)
         per_slot = LAYOUT.pages_per_slot
@@ -69,7 +80,8 @@ class Device:
         # Slots hold several pages; what is left of the last one is nobody's.
         self.spare = arena.allocate_pages(slots * per_slot - pages)
         swap_bytes = options.pop("swap_bytes", 10**9)
-        shapes = StepShapes(rows, CHUNK, prefill_chunks, -(-max_model_len // BLOCK))
+        longest = -(-max_model_len // BLOCK)
+        shapes = StepShapes(rows, CHUNK, prefill_chunks, longest, self.state_pages)
         cache = KVCache(arena, self._read, self._write, self._move, swap_bytes)
         self.scheduler = Scheduler(cache, shapes, rows, max_model_len, **options)
         self.pages: dict[int, list] = {}
@@ -110,6 +122,10 @@ class Device:
 
     def step(self) -> None:
         previous, self.pending = self.pending, None
+        running = self.scheduler.running.values()
+        if previous and any(r.session and r.blocks.state for r in running):
+            self._finish(*previous)
+            previous = None
         work = self.scheduler.next_work()
         self.works.append(work)
         if work is None and previous is None and not self.scheduler.idle:
@@ -178,13 +194,24 @@ class Device:
                 of_page = self.pages.setdefault(page, [None] * BLOCK)
                 of_page[offset] = _number((seen, token, path, group))
 
+        def own(row):
+            return table[row, table.shape[1] - self.state_pages :].tolist()
+
+        def advance(row, position, token, path, read=()):
+            """Advances the state of a row, or that in the blocks `read`."""
+            rows = [block.row for block in read] or own(row)
+            before = [self.pages[page][0] for page in rows] if position else 0
+            for i, page in enumerate(own(row)):
+                self.pages[page] = [_number((before, token, path, i))] * BLOCK
+
         def digest(row, length, start):
             """Of what a step from `start` on reads."""
+            state = [self.pages[page][0] for page in own(row)]
             seen = [
                 [at(row, position, group) for position in range(first(start, group), length)]
                 for group in range(len(self.windows))
             ]
-            return _number(seen) % 97
+            return _number((seen, state) if state else seen) % 97
 
         for chunk in work.chunks:
             assert chunk.start % CHUNK == 0
@@ -193,11 +220,16 @@ class Device:
             for position in range(chunk.start + chunk.skip, stop):
                 token = chunk.request.tokens(position, position + 1)[0]
                 put(chunk.row, position, token, "prompt")
+                read = chunk.read if position == chunk.start + chunk.skip else ()
+                advance(chunk.row, position, token, "prompt", read)
+            for block, page in zip(chunk.copy, own(chunk.row), strict=bool(chunk.copy)):
+                self.pages[block.row] = list(self.pages[page])
         for chunk in work.chunks:
             if chunk.samples:
                 sampled[chunk.row] = digest(chunk.row, chunk.start + chunk.length, chunk.start)
         for row, request in work.rows:
             put(row, request.computed - 1, self.tokens[row], "generated")
+            advance(row, request.computed - 1, self.tokens[row], "generated")
         for row, request in work.rows:
             sampled[row] = digest(row, request.computed, request.computed - 1)
         for row, token in sampled.items():
