@@ -500,7 +500,29 @@ def check_experiment(asked: Experiment) -> None:
         for group in sorted(groups, key=str):
             if group.batch == max(asked.batch):
                 with user_errors(BudgetError):
-                    dry_run(asked.engine_options(group))
+                    plan, _ = dry_run(asked.engine_options(group))
+                if not asked.is_mixed(group.precision):
+                    _try_policies(asked, Terms.of_plan(plan))
+
+
+def _try_policies(asked: Experiment, terms: Terms) -> None:
+    """Raises UserError for a policy whose init fails at every budget, since none of its runs could
+    have a result. What needs the model's routers or costs is not tried."""
+    for arm in asked.arms.values():
+        for policy in arm.policies:
+            if not {"router", "costs"}.isdisjoint(policy.needs):
+                continue
+            errors = []
+            for budget in asked.budgets:
+                try:
+                    policy.init(terms.spec_for(budget, arm, asked.seeds[0]))
+                except Exception as error:
+                    errors.append(error)
+            if len(errors) == len(asked.budgets):
+                raise UserError(
+                    f"policy {arm.name!r} fails at its init at every budget: "
+                    f"{type(errors[0]).__name__}: {errors[0]}"
+                ) from errors[0]
 
 
 def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:

@@ -84,5 +84,5 @@ class Prompts:
             if self._tokenizer is None:
                 words = asked.options.get("tokenizer") or model_directory(asked.model)
                 self._tokenizer = load_tokenizer(words, required=True)
-            self._ids[text] = self._tokenizer(asked.sources[text].read_text())["input_ids"]
+            self._ids[text] = self._tokenizer.encode(asked.sources[text].read_text())
         return self._ids[text]

@@ -27,6 +27,9 @@ class Mine:
 
 class Other: pass
 
+class NoInit(Mine):
+    def init(self, spec): return {}["hidden"]
+
 @dataclasses.dataclass(frozen=True)
 class Moves(Mine):
     moments: frozenset = frozenset({Moment.STEP_END})
@@ -111,6 +114,7 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
             "policy 'expert_map_in_step' needs embedding, which routing without a model lacks",
         ),
         ({"policies": ["expert_map_in_step + coactivation"]}, "no policy beside it that looks"),
+        ({"policies": ["mine.py:NoInit"]}, "fails at its init at every budget: KeyError: 'hidden'"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
         ({"costs": "rtx4090"}, "are for routing without a model"),
