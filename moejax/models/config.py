@@ -77,7 +77,7 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
         raw, source = _text_config(family, raw, source)
     fields = Fields(raw, source)
     quantization = parse_quantization(raw, fields.dtype(), source)
-    _refuse_other_computations(raw, source)
+    _refuse_other_computations(raw, source, family.reads)
     config = dataclasses.replace(family.parse(fields), quantization=quantization)
     moe = config.of_layer(config.moe_layers.index(True))
     correction = "correction" in family.layer_params(moe, True)
@@ -158,8 +158,11 @@ def _family(raw: dict, source: str) -> Family:
     return family
 
 
-def _refuse_other_computations(raw: dict, source: str) -> None:
-    """Refuses keys that transformers reads for any model and that would change the computation."""
+def _refuse_other_computations(raw: dict, source: str, read: frozenset[str]) -> None:
+    """Refuses keys that transformers reads for any model and that would change the computation.
+
+    - `read`: those that the family reads.
+    """
     for key, plain in (
         ("is_causal", True),
         ("is_encoder_decoder", False),
@@ -169,5 +172,5 @@ def _refuse_other_computations(raw: dict, source: str) -> None:
         ("per_layer_config", {}),
     ):
         value = raw.get(key)
-        if value is not None and value != plain:
+        if value is not None and value != plain and key not in read:
             raise UserError(f"{source}: {key} {value!r} is not implemented")

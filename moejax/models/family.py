@@ -10,7 +10,7 @@ from typing import Any
 from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer, is_number
 from moejax.models.model_config import ModelConfig
-from moejax.models.rope import LARGEST, parse_rope, rotary_part
+from moejax.models.rope import LARGEST, Rope, parse_rope, rotary_part
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -294,6 +294,19 @@ class Fields:
         self.same_attention(window, layers)
         return window
 
+    def rope_of_type(self, kind: str, default: dict[str, Any], longest: int) -> Rope:
+        """The rope of layers of one type, from rope_parameters with a table for each layer type.
+
+        - `kind`: one of the names in layer_types.
+        - `default`: the family's table.
+        - `longest`: max_position_embeddings.
+        """
+        tables = self.raw.get("rope_parameters") or {kind: default}
+        if not isinstance(tables, dict) or not isinstance(tables.get(kind), dict):
+            raise self.refuse(f"rope_parameters must have an object for {kind!r}, not {tables!r}")
+        source = f"{self.source}: {kind}"
+        return parse_rope({"rope_parameters": tables[kind]}, longest, source, proportional=True)
+
     def dtype(self) -> str | None:
         name = self.alias("dtype", "torch_dtype")
         if name is not None and (not isinstance(name, str) or name not in DTYPES):
@@ -377,6 +390,7 @@ class Family:
     - `tied`: the default of a wrapper's own tie_word_embeddings.
     - `renamed`: the beginnings of names that published files have, and what they are here.
     - `turned`: whether stacked experts may also be [E, D, 2·F] and [E, F, D].
+    - `reads`: fields that parse reads, of those that are refused for other families.
     """
 
     architecture: str
@@ -397,6 +411,7 @@ class Family:
     tied: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     turned: bool = False
+    reads: frozenset[str] = frozenset()
 
     def own_name(self, name: str) -> str:
         """The name here of a tensor of a published file."""

@@ -103,6 +103,7 @@ class LayerStack(nnx.Module):
         windows = config.windows[first_layer : first_layer + self.size]
         numbers = [NO_WINDOW if window is None else window for window in windows]
         masked = any(windows) and not config.chunked_window
+        self.chunk = windows[0] if config.chunked_window else None
         self.windows = np.array(numbers, np.int32) if masked else None
 
     def frequencies(self, i) -> jax.Array:
@@ -117,7 +118,7 @@ class LayerStack(nnx.Module):
     def _in_pages(self, i, tokens: Tokens) -> Tokens:
         """The tokens with the pages of layer i."""
         group = self.group if self.places is None else jnp.asarray(self.places)[i, 0]
-        return tokens.of_group(group, self.page_factor)
+        return tokens.of_group(group, self.page_factor, self.chunk)
 
     def weight(self, name: str) -> jax.Array:
         return self.weights[name][...]
@@ -258,7 +259,19 @@ class LayerStack(nnx.Module):
                 rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
+            normed, weights = self._weigh(i, normed, ids, weights)
             return lax.optimization_barrier((x, normed, ids, weights))
+
+    def _weigh(self, i, normed, ids, weights):
+        """(inputs of the experts [T, D], weights of their outputs [T, K]), by the router's."""
+        experts = self.config.num_experts
+        if "expert_scale" in self.weights:
+            each = self.weight("expert_scale")[i].astype(weights.dtype)
+            weights = weights * each[jnp.minimum(ids, experts - 1)]
+        if self.config.weighted_inputs:
+            normed = normed * weights.astype(normed.dtype)
+            weights = (ids < experts).astype(weights.dtype)
+        return normed, weights
 
     def route_and_plan(
         self,
@@ -313,7 +326,11 @@ class LayerStack(nnx.Module):
     def _score(self, i, x, tokens, squares):
         """(what the experts add to: x plus its shared expert if there is one, normalised x, router
         logits in parts)."""
-        if not self._has_rms_norm("post_norm"):
+        if "router_norm" in self.weights:
+            normed = self.norm(x, "post_norm", i)
+            logits = self._router_logits(i, self.norm(x, "router_norm", i), tokens)
+            logits = logits * x.shape[1] ** -0.5
+        elif not self._has_rms_norm("post_norm"):
             normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
         else:
@@ -322,19 +339,27 @@ class LayerStack(nnx.Module):
             logits = self._plus_router_bias(i, logits)
         if self.norms_outputs:  # finish adds x
             x = jnp.zeros_like(x)
-        if "shared_down" in self.weights:
+        if "shared_down" in self.weights and "shared_norm" not in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
 
-    def finish(self, i: jax.Array, x: jax.Array, out: jax.Array) -> jax.Array:
+    def finish(self, i: jax.Array, x: jax.Array, out: jax.Array, tokens: Tokens) -> jax.Array:
         """The layer's result, if it `norms_outputs`.
 
         - `x`: [T, D] before the experts.
-        - `out`: [T, D], the sum of the routed experts and the shared one.
+        - `out`: [T, D], the sum of the routed experts and the shared one, unless that has norms of
+          its own.
         """
         with jax.named_scope("finish"):
-            added = self._scale_added(self.norm(out, "mlp_out_norm", i))
-            return lax.optimization_barrier(x + added)
+            if "shared_norm" in self.weights:
+                hidden = self._gate(self.norm(x, "shared_norm", i), "shared_", i, tokens)
+                shared = self.linear(hidden, "shared_down", i, tokens)
+                out = self.norm(out, "experts_out_norm", i)
+                out = out + self.norm(shared, "shared_out_norm", i)
+            x = x + self._scale_added(self.norm(out, "mlp_out_norm", i))
+            if "layer_scale" in self.weights:
+                x = x * self.weight("layer_scale")[i].astype(x.dtype)
+            return lax.optimization_barrier(x)
 
     def _post_norm(self, squares):
         return Norm(self.weight("post_norm"), self.config.rms_norm_eps, squares)
@@ -449,8 +474,9 @@ class Decoder(nnx.Module):
             bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]
             options = dataclasses.replace(linear_options(self.ops), row_tile=row_tile, tiles=tiles)
             logits = linear(x, head[...][None], 0, bias, options, out_dtype=jnp.float32)
-            scaling = self.config.logits_scaling
-            return logits if scaling == 1 else logits / scaling
+            scaling, cap = self.config.logits_scaling, self.config.logits_cap
+            logits = logits if scaling == 1 else logits / scaling
+            return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
 UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})

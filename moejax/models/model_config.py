@@ -148,6 +148,13 @@ class ModelConfig:
     expert_bias: bool = False
     """Whether gate, up and down of routed experts have biases."""
     length_limit: str | None = None
+    logits_cap: float | None = None
+    """Logits x become cap · tanh(x / cap)."""
+    routes_apart: bool = False
+    """Whether experts read other values than the router, or their weights have a factor of each
+    expert: then no kernel does both the routing and what follows, and no trace has arrays of it."""
+    weighted_inputs: bool = False
+    """Whether routing weights scale the inputs of experts, not their outputs."""
     quantization: Quantization | None = None
     """Of the checkpoint's matrices, as their authors quantized them."""
     layer_kinds: tuple[LayerKind, ...] | None = None
@@ -248,7 +255,10 @@ class ModelConfig:
     def runs(self) -> tuple[Run, ...]:
         """The layers as runs of equal layers, in order."""
         moe = self.moe_layers
-        kinds = [*zip(moe, self.layer_kinds or (None,) * len(moe), strict=True)]
+        every = (None,) * len(moe)
+        # Chunks are taken from the block table once for all layers of a run.
+        windows = self.windows if self.chunked_window else every
+        kinds = [*zip(moe, self.layer_kinds or every, windows, strict=True)]
         starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
         ends = [*starts[1:], len(kinds)]
         return tuple(Run(moe[s], s, e - s) for s, e in zip(starts, ends, strict=True))
@@ -379,8 +389,8 @@ def with_state(config: ModelConfig, kind: StateKind, layers: Sequence[bool]) -> 
 
 
 _NEWER = frozenset(
-    {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "rope_layers", "swiglu"}
-    | {"unit_offset_norms"}
+    {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
+    | {"routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
 )
 
 
@@ -392,6 +402,8 @@ def config_digest(config: ModelConfig) -> str:
     # Fields that older releases had not are left out where a model does not use them.
     fields = {key: v for key, v in fields.items() if v or key not in _NEWER}
     # Files of older releases have digests with this name and None for grouped-query attention.
+    if fields["rope"]["part"] == 1:
+        del fields["rope"]["part"]
     fields["mla"] = fields.pop("attention") or None
     text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

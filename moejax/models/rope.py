@@ -20,10 +20,11 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor", "short_mscale", "long_mscale"),
+    "proportional": ("factor",),
 }
 """Type → the numbers of Rope that it reads, beside theta and the context length."""
 
-ROPE_TYPES = tuple(_NUMBERS)
+ROPE_TYPES = tuple(name for name in _NUMBERS if name != "proportional")
 
 _REFUSED_TYPES = {
     "proportional": "it rotates only a part of each head, which is not implemented",
@@ -42,6 +43,7 @@ class Rope:
     - `short_mscale`, `long_mscale`: the factor of cosine and sine in place of attention_factor
       (Phi-3.5-MoE).
     - `long`: whether the long factors are used; see for_length.
+    - `part`: the share of each head's pairs that is rotated (proportional).
     """
 
     theta: float = 10_000.0
@@ -61,6 +63,7 @@ class Rope:
     short_mscale: float | None = None
     long_mscale: float | None = None
     long: bool = False
+    part: float = 1.0
 
     def for_length(self, max_model_len: int) -> Rope:
         """The rope of an engine whose sequences have at most `max_model_len` tokens.
@@ -82,6 +85,7 @@ def parse_rope(
     *,
     theta: float = 10_000.0,
     partial: bool = False,
+    proportional: bool = False,
 ) -> Rope:
     """The Rope of a whole config.json, from the older keys (rope_theta, rope_scaling with "type"
     or "rope_type") and those of transformers 5 (rope_parameters), which may both be present.
@@ -90,6 +94,7 @@ def parse_rope(
     - `max_position_embeddings`: the original context length, in tokens, if the config names none.
     - `theta`: the family's default.
     - `partial`: whether the family may rotate a part of each head; see rotary_part.
+    - `proportional`: whether it may do so by the type of that name.
 
     Raises UserError, which names source and field, for contradictions, wrong types and values that
     are not implemented.
@@ -104,23 +109,30 @@ def parse_rope(
         raise UserError(f"{source}: contradicting values of rope_theta: {thetas}")
     table["rope_theta"] = thetas[0] if thetas else theta
     part = rotary_part(raw, source, 1.0)
-    if part != 1 and not partial:
+    kind = table.get("rope_type", "default")
+    proportional = proportional and kind == "proportional"
+    if part != 1 and not (partial or proportional):
         raise UserError(
             f"{source}: partial_rotary_factor {part:g} is not implemented for this model: only "
             "whole heads are rotated"
         )
-    kind = table.get("rope_type", "default")
     if kind in ("dynamic", "mrope"):
         # Up to max_position_embeddings, which no engine exceeds, dynamic scaling changes nothing;
         # of text, all three positions of mrope are the same one.
         if table.get("alpha") is not None:
             raise UserError(f"{source}: rope_parameters.alpha is not implemented for this model")
         kind = "default"
-    if not isinstance(kind, str) or kind not in _NUMBERS:
+    refused = kind in _REFUSED_TYPES and not proportional
+    if not isinstance(kind, str) or kind not in _NUMBERS or refused:
         why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
         raise UserError(
             f"{source}: rope type {kind!r} is not supported ({why}); "
             f"supported: {', '.join(ROPE_TYPES)}"
+        )
+    if proportional:
+        factor = _number(table, "factor", source) or 1.0
+        return Rope(
+            _number(table, "rope_theta", source, above=1.0) or theta, kind, factor, part=part
         )
     fields: dict[str, Any] = {"theta": _number(table, "rope_theta", source, above=1.0)}
     if kind not in ("default", "linear"):  # these types read no length
@@ -211,6 +223,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if rope.type == "default":
         return plain, 1.0
     factor = np.float32(rope.factor)
+    if rope.type == "proportional":
+        rotated = int(rope.part * head_dim // 2)
+        return np.where(np.arange(plain.size) < rotated, plain, 0) / factor, 1.0
     if rope.type == "linear":
         return plain / factor, 1.0
     if rope.type == "llama3":

@@ -69,8 +69,12 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
         runs = not check.rows or min(check.rows) < 2 * steps.shapes.rows
         return check.wide in widths and runs
 
-    shape = kernel_shape(steps.config, steps.dtype, steps.layout, steps.formats)
-    return [check for check in checks(shape, steps.ops) if needed(check)]
+    config = steps.config
+    shapes = dict.fromkeys(
+        kernel_shape(config.of_layer(run.start), steps.dtype, steps.layout, steps.formats)
+        for run in config.runs
+    )
+    return [c for shape in shapes for c in checks(shape, steps.ops) if needed(c)]
 
 
 def native_note(steps: StepSpec, platform: str) -> str:

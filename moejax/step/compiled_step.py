@@ -137,7 +137,7 @@ def device_step(
         before = carry.x
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
         if stack.norms_outputs:
-            carry = carry._replace(x=stack.finish(i, before, carry.x))
+            carry = carry._replace(x=stack.finish(i, before, carry.x, tokens))
         x, memory = carry.x, carry.memory
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
@@ -231,6 +231,7 @@ def _sparse(
     # The fused kernel has no place for a forced routing between router and plan, and corrects
     # scores by the model's own bias only. A window has no plan.
     between = forced is not None or favour is not None or context.window or context.in_place
+    between |= stack.config.routes_apart
     fused = context.ops.fuses_route_plan and not between
     if fused and shared is not None and records is not None:
         versions = len(context.stores)

@@ -192,8 +192,8 @@ class _StepPart:
         return self._stack(params).feed_forward(i, x, self._tokens(batch)[1])
 
     @_part(donated="x")
-    def finish(self, params, x, out, i):
-        return self._stack(params).finish(i, x, out)
+    def finish(self, params, x, out, batch, i):
+        return self._stack(params).finish(i, x, out, self._tokens(batch)[1])
 
     @_part(donated="arena tables", summed="x")
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):

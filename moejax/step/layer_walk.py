@@ -158,7 +158,7 @@ class LayerWalk:
             inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
             x, counts = self._experts.compute(parts, inputs)
             if ("finish", run) in parts:
-                x = parts["finish", run](params, before, x, index)
+                x = parts["finish", run](params, before, x, batch, index)
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due and stages is not None and staged is not None:
                 staged = transport.stage(layer, stages, staged, ahead=False)

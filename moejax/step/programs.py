@@ -339,10 +339,10 @@ class Programs:
 
     def _tables(self, block_table: Any, context: int | None = None) -> PageTables:
         """Takes the columns of a block table apart: pages of each group, then of the state."""
-        groups, blocks = self.steps.layout.page.groups, self.steps.shapes.blocks
-        kv, state = jnp.split(block_table, [groups * blocks], axis=1)
-        if groups > 1:
-            kv = jnp.swapaxes(kv.reshape(-1, groups, blocks), 0, 1)
+        page, blocks = self.steps.layout.page, self.steps.shapes.blocks
+        kv, state = jnp.split(block_table, [page.groups * blocks], axis=1)
+        if page.groups > 1 or any(window and window.chunked for window in page.windows):
+            kv = jnp.swapaxes(kv.reshape(-1, page.groups, blocks), 0, 1)
         return PageTables(kv[..., :context], state)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:

@@ -166,6 +166,7 @@ class StepSpec:
             self.ops.skips_plans
             and plain
             and not (self.in_place or self.trace_arrays or self.cache_aware)
+            and not self.config.routes_apart
         )
 
     @property
@@ -395,6 +396,7 @@ def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext
         write_and_attend=functools.partial(write_and_attend, **rows),
         block_tables=block_table if several else None,
         sequences=sequences,
+        in_chunks=functools.partial(_decode_in_chunks, positions, context.page.block_size),
     )
 
 
@@ -426,7 +428,32 @@ def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepCont
         ),
         block_tables=block_table if several else None,
         sequences=sequences,
+        in_chunks=functools.partial(_prefill_in_chunks, prefill, context.page.block_size),
     )
+
+
+def _decode_in_chunks(positions, block_size, block_table, chunk):
+    """Returns attention of decode to each query's own chunk: it counts positions from the chunk's
+    beginning, in a block table that begins there."""
+    first = jnp.maximum(positions, 0) // chunk * chunk
+    table = _blocks_from(block_table, first // block_size, chunk // block_size)
+    return functools.partial(decode_attention, block_table=table, lengths=positions - first + 1)
+
+
+def _prefill_in_chunks(prefill, block_size, block_table, chunk):
+    """Returns, as _decode_in_chunks, attention of prefill. Every prompt chunk lies in one chunk."""
+    first = prefill.start // chunk * chunk
+    rows = block_table[prefill.row]
+    table = _blocks_from(rows, first // block_size, chunk // block_size)
+    row = jnp.arange(len(first), dtype=jnp.int32)
+    chunks = Chunks(row, prefill.start - first, prefill.length, prefill.count)
+    return functools.partial(prefill_attention, block_table=table, chunks=chunks)
+
+
+def _blocks_from(block_table, first, count):
+    """Returns int32[R, ·], at most `count` entries of each row from entry first[R] on."""
+    columns = jnp.arange(min(count, block_table.shape[1]), dtype=jnp.int32)
+    return jnp.take_along_axis(block_table, first[:, None] + columns, axis=1, mode="clip")
 
 
 def favour_residents(

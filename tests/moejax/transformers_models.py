@@ -110,6 +110,33 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV32": {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2},
     "GlmMoeDsa": {**_LATENT, **_INDEXER},
     "Afmoe": {**_NARROW, "head_dim": 16, "num_experts": 6, "sliding_window": 20},
+    "Llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 48,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 6,
+        "attention_chunk_size": 64,
+        "floor_scale": 20,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
+    "Gemma4": {
+        **_NARROW,
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+        "eos_token_id": 0,
+    },
     "FlexOlmo": {"intermediate_size": 32, "num_experts": 6, "pad_token_id": None},
     "AXK1": {**_LATENT, "n_group": 4, "topk_group": 2},
     "Flint": {
@@ -179,6 +206,9 @@ def _classes(family: str) -> tuple[Any, Any]:
         return transformers.SarvamMoEConfig, transformers.Glm4MoeForCausalLM
     if family == "SarvamMLA":
         return transformers.SarvamMLAConfig, transformers.DeepseekV3ForCausalLM
+    if family in ("Gemma4", "Llama4"):  # their Config is that of images and text
+        text = getattr(transformers, f"{family}TextConfig")
+        return text, getattr(transformers, f"{family}ForCausalLM")
     kind = "ForConditionalGeneration" if family in _VISION else "ForCausalLM"
     return getattr(transformers, f"{family}Config"), getattr(transformers, family + kind)
 
@@ -209,13 +239,17 @@ def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
         dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(seed)
-    corrections = [b for b in model.named_buffers() if b[0].endswith("correction_bias")]
+    corrections = [
+        b for b in model.named_buffers() if b[0].endswith(("correction_bias", "layer_scalar"))
+    ]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name.split(".")[-2] and name.endswith("weight"):
                 less_one = family in _LESS_ONE and "linear_attn" not in name
                 parameter.copy_(0.3 * noise if less_one else 1 + 0.3 * noise)
+            elif name.endswith("layer_scalar"):
+                parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("correction_bias"):
                 parameter.copy_(0.2 * noise)
             elif name.endswith("bias"):

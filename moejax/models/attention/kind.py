@@ -39,20 +39,27 @@ class Tokens(NamedTuple):
     block_tables: jax.Array | None = None
     """int32[G, R, B]: the block table of each group of pages; None: there is one group, whose table
     the ops have."""
+    in_chunks: Callable[[jax.Array, int], Callable[..., jax.Array]] | None = None
+    """(a group's block table, tokens of a chunk) -> attention to each query's own chunk."""
 
-    def of_group(self, group: jax.Array | int, factor: int = 1) -> Tokens:
+    def of_group(self, group: jax.Array | int, factor: int = 1, chunk: int | None = None) -> Tokens:
         """The tokens with the block table and the pages of one group.
 
         - `factor`: KV rows of the group's layers in one row by which pages are addressed.
+        - `chunk`: tokens of the chunks that queries see alone; None: they see all.
         """
         if self.block_tables is None:
             return self
         table, pages = self.block_tables[group], self.pages[group]
         if factor != 1:
             table, pages = table * factor, jnp.where(pages < 0, pages, pages * factor)
-        ops = self.attention, self.write_and_attend
-        attention, both = (op and functools.partial(op, block_table=table) for op in ops)
-        assert attention is not None
+        attention, both = self.attention, self.write_and_attend
+        if chunk is not None:
+            assert self.in_chunks is not None
+            attention, both = self.in_chunks(table, chunk), None
+        else:
+            attention = functools.partial(attention, block_table=table)
+            both = both and functools.partial(both, block_table=table)
         return self._replace(
             pages=pages, attention=attention, write_and_attend=both, block_tables=None
         )

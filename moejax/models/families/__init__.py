@@ -41,6 +41,10 @@ _PLACES = (
     "axk1:FAMILY",
     "flint:FAMILY",
     "deepseek:SARVAM_MLA",
+    "llama4:FAMILY",
+    "llama4:IMAGES",
+    "gemma4:FAMILY",
+    "gemma4:IMAGES",
     "mistral4:FAMILY",
     "mistral4:MISTRAL3",
 )

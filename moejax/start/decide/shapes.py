@@ -88,10 +88,11 @@ def step_shapes(
 def without_kernel(config: ModelConfig) -> dict[str, str]:
     """Returns the ops whose Pallas kernel this model cannot use, each with the reason. The
     reference op runs instead; the log and `stats` say so."""
-    page = config.page(BLOCK_SIZES[0])
+    pages = [config.of_layer(run.start).page(BLOCK_SIZES[0]) for run in config.runs]
+    attention_reasons = (why for page in pages if (why := attention_why_not(page)) is not None)
     reasons = {
         "route": route_why_not(config.route_rule),
-        "paged_attention": attention_why_not(page),
+        "paged_attention": next(attention_reasons, None),
     }
     return {op: reason for op, reason in reasons.items() if reason is not None}
 

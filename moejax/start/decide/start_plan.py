@@ -179,6 +179,12 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
         cache_aware=options.policy.cache_aware_routing,
     )
+    if config.routes_apart and (steps.trace_arrays or search_of(settings.policies) is not None):
+        raise UserError(
+            f"experts of {config.architecture} read other values than its routers, so there are "
+            "no trace arrays of it and no policies that need them; leave trace_arrays out, or "
+            "choose another prefetch"
+        )
     refuse_conflicts(Situation(settings, device.platform, steps))
     return steps
 

@@ -69,6 +69,29 @@ GROWING = dict(
     llama_4_scaling_beta=0.3,
 )
 
+LLAMA4 = dict(
+    num_experts_per_tok=1,
+    num_local_experts=8,
+    head_dim=16,
+    intermediate_size_mlp=48,
+    moe_layers=[1, 2],
+    attention_chunk_size=64,
+    no_rope_layer_interval=2,
+    floor_scale=20,
+)
+GEMMA4 = dict(
+    head_dim=16,
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=2,
+    num_experts_per_tok=None,
+    hidden_size_per_layer_input=0,
+    sliding_window=70,
+)
+
 SMALL: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": dict(head_dim=16, num_experts=8, mlp_only_layers=[1]),
     "MixtralForCausalLM": dict(num_local_experts=8, sliding_window=100),
@@ -138,6 +161,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": dict(
         num_experts=8, head_dim=16, sliding_window=70, global_attn_every_n_layers=2
     ),
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "AXK1ForCausalLM": dict(LATENT, q_lora_rank=24),
     "FlintForCausalLM": dict(
         num_experts=8,

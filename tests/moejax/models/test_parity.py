@@ -425,6 +425,37 @@ CASES = {
         {"expert_budget": "50%"},
         family="Qwen3_5Moe",
     ),
+    "Llama 4: chunks, layers without positions, queries that grow": Case(
+        {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "attn_scale": 0.3},
+        {"expert_budget": "50%"},
+        family="Llama4",
+    ),
+    "Llama 4: a dense layer, no norms, biases, one chunk": Case(
+        {
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "attention_chunk_size": None,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Llama4",
+    ),
+    "Gemma 4: values that are keys, wider heads in the last layer, capped logits": Case(
+        {"final_logit_softcapping": 30.0}, {"expert_budget": "50%"}, family="Gemma4"
+    ),
+    "Gemma 4: values of their own, as many heads, biases, untied": Case(
+        {
+            "attention_k_eq_v": False,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {"expert_budget": "0%"},
+        family="Gemma4",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
