@@ -67,7 +67,8 @@ def parse(fields: Fields) -> ModelConfig:
             raise fields.refuse(f"{name} {fields.raw.get(name, default)} is not implemented")
     fields.only("use_bidirectional_attention", "vision")
     heads = fields.heads(8, 4, hidden=2304, head_dim=256)
-    whole = _of_whole_layers(fields, heads, sliding)
+    own = {key: value for key, value in heads.items() if key != "hidden_size"}
+    whole = _of_whole_layers(fields, heads["hidden_size"], own, sliding)
     hidden = heads["hidden_size"]
     given = fields.raw.get("hidden_activation", "gelu_pytorch_tanh")
     plain = {"hidden_act": given, "rope_parameters": None, "rope_scaling": None}
@@ -79,11 +80,12 @@ def parse(fields: Fields) -> ModelConfig:
         for kind in _ROPES
     }
     decoder["rope"] = ropes["sliding_attention"]
-    names = "num_attention_heads", "num_key_value_heads", "head_dim"
     shared = fields.flag("attention_k_eq_v", False)
     kinds = {
-        True: LayerKind(NormedValues(), *(heads[n] for n in names), ropes["sliding_attention"]),
-        False: LayerKind(NormedValues(shared), *(whole[n] for n in names), ropes["full_attention"]),
+        True: LayerKind(attention=NormedValues(), rope=ropes["sliding_attention"], **own),
+        False: LayerKind(
+            attention=NormedValues(shared), rope=ropes["full_attention"], **own | whole
+        ),
     }
     # transformers rounds the factor of embeddings to the checkpoint's dtype.
     factor = np.float32(hidden**0.5).astype(NUMPY_DTYPES[decoder["dtype"] or "float32"])
@@ -113,10 +115,14 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def _of_whole_layers(
-    fields: Fields, heads: dict[str, int], sliding: tuple[bool, ...]
+    fields: Fields, hidden: int, own: dict[str, int], sliding: tuple[bool, ...]
 ) -> dict[str, int]:
-    """`heads`, as layers that see all have them: transformers 5 writes them into per_layer_config,
-    published files have global_head_dim and num_global_key_value_heads."""
+    """num_attention_heads, num_key_value_heads and head_dim of layers that see all: transformers 5
+    writes them into per_layer_config, published files have global_head_dim and
+    num_global_key_value_heads.
+
+    - `own`: the same of the other layers.
+    """
     fields.only("use_double_wide_mlp", False)
     given = {"head_dim": fields.integer("global_head_dim", 512)}
     if fields.has("num_global_key_value_heads") and fields.raw.get("attention_k_eq_v"):
@@ -137,9 +143,8 @@ def _of_whole_layers(
             )
         table = Fields(tables[0], f"{fields.source}: per_layer_config")
         given = {name: table.integer(name, None) for name in tables[0]}
-    whole = {key: value for key, value in heads.items() if key != "hidden_size"} | given
-    own = Fields({**whole, "hidden_size": heads["hidden_size"]}, fields.source)
-    return own.heads(1, None, hidden=1)
+    heads = Fields({"hidden_size": hidden} | own | given, fields.source).heads(1, None, hidden=1)
+    return {key: heads[key] for key in own}
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:

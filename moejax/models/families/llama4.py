@@ -1,6 +1,6 @@
-"""Llama 4: three layers whose queries see the tokens of their chunk, then one without positions that
-sees all and whose queries grow with theirs; a shared expert and a routed one, whose input its weight
-scales."""
+"""Llama 4: layers whose queries see the tokens of their chunk, and, each fourth, one without
+positions that sees all and whose queries grow with theirs; a shared expert, and a routed one whose
+input its weight scales."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def parse(fields: Fields) -> ModelConfig:
         True: Llama4Attention(norms=norms),
         False: Llama4Attention(growth=growth, length=fields.factor("floor_scale", 8192.0)),
     }
-    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    own = {key: value for key, value in heads.items() if key != "hidden_size"}
     of_kind = {
-        kind: LayerKind(attention, *(heads[name] for name in names), decoder["rope"])
+        kind: LayerKind(attention=attention, rope=decoder["rope"], **own)
         for kind, attention in kinds.items()
     }
     routing = fields.routing(fields.experts("num_local_experts", "num_experts", 16), 1)
