@@ -113,6 +113,11 @@ class Reference:
             raise UserError(
                 f"verify has no reference for experts with biases or clamps ({config.architecture})"
             )
+        if config.routes_apart or config.layer_kinds is not None:
+            raise UserError(
+                "verify has no reference for layers of several kinds, or experts that read other "
+                f"values than the router ({config.architecture})"
+            )
         self.config, self._tensors = config, tensors
         frequencies, self._factor = inverse_frequencies(config.rope, config.rotary_dim)
         self._frequencies = jnp.asarray(frequencies)

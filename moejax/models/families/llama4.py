@@ -82,9 +82,8 @@ def parse(fields: Fields) -> ModelConfig:
         kind: LayerKind(attention=attention, rope=decoder["rope"], **own)
         for kind, attention in kinds.items()
     }
-    routing = fields.routing(fields.experts("num_local_experts", "num_experts", 16), 1)
+    routing = fields.routing(fields.integer("num_local_experts", 16, least=0), 1)
     fields.only("num_experts_per_tok", 1)
-    fields.only("router_jitter_noise", 0.0)
     step = fields.integer("interleave_moe_layer_step", 1)
     chosen = fields.integers("moe_layers") if fields.has("moe_layers") else None
     moe = tuple((i + 1) % step == 0 if chosen is None else i in chosen for i in range(layers))

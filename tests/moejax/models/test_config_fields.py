@@ -31,6 +31,7 @@ GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
 INDEXED = "deepseek_v32", "glm_moe_dsa"
+GEMMAS, LLAMAS = ("gemma4_text", "gemma4"), ("llama4_text", "llama4")
 OF_V3 = (*INDEXED, AXK1)
 CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V, *OF_V3)
 MISTRALS = MISTRAL4, MISTRAL3
@@ -39,7 +40,7 @@ GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
-    *(AFMOE, FLEX, FLINT, *DELTAS),
+    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
@@ -78,6 +79,16 @@ BASE: dict[str, dict[str, Any]] = {
     FLINT: {"norm_topk_prob": False},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
     GPT: {"num_hidden_layers": 24},
+    **{
+        kind: {
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        }
+        for kind in GEMMAS
+    },
     SARVAM_MLA: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in MISTRALS},
     GLM_V: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2, "head_dim": 128},
@@ -101,6 +112,8 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     "deepseek_v32": 61,
     "glm_moe_dsa": 78,
     **dict.fromkeys(MISTRALS, 36),
+    **dict.fromkeys(GEMMAS, 30),
+    **dict.fromkeys(LLAMAS, 48),
 }
 """Default number of layers; 32 elsewhere."""
 
@@ -111,6 +124,8 @@ MODELLED = {
     SARVAM_MLA: "deepseek_v3",
     MISTRAL3: MISTRAL4,
     QWEN35: QWEN35_V,
+    "gemma4_text": "gemma4",
+    "llama4_text": "llama4",
 }
 """Families whose text model is another directory of transformers'."""
 
@@ -125,21 +140,25 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         tuple(kind for kind in GQA if kind != "olmoe"),
         48,
     ),
-    "hidden_act": (tuple(kind for kind in KINDS if kind not in (GPT, *DELTAS)), "gelu"),
+    "hidden_act": (tuple(kind for kind in KINDS if kind not in (GPT, *DELTAS, *GEMMAS)), "gelu"),
+    "hidden_activation": (GEMMAS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
-    "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
+    "rope_parameters": (
+        tuple(kind for kind in KINDS if kind not in GEMMAS),
+        {"rope_type": "default", "rope_theta": 123.0},
+    ),
     "tie_word_embeddings": (KINDS, True),
     "eos_token_id": (KINDS, 3),
     "num_experts_per_tok": (
-        tuple(kind for kind in KINDS if kind != "phimoe"),
+        tuple(kind for kind in KINDS if kind not in ("phimoe", *GEMMAS, *LLAMAS)),
         3,
     ),
     "num_experts": (
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS),
         ),
         32,
     ),
@@ -151,7 +170,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
             *(SARVAM_MLA, GLM_V, *MISTRALS),
-            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX),
+            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS),
         ),
         32,
     ),
@@ -168,6 +187,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             QWEN_VL,
             AFMOE,
             FLINT,
+            *GEMMAS,
             *CORRECTED,
             *MISTRALS,
             *DELTAS,
@@ -192,14 +212,14 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "attention_bias": (
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
-            *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS),
+            *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
         ),
         "other",
     ),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), [3]),
     "sliding_window": (
-        ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT, AFMOE, FLINT),
+        ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS),
         33,
     ),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
@@ -207,7 +227,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "swiglu_alpha": ((GPT,), 1.5),
     "swiglu_limit": ((GPT,), 5.0),
     "layer_types": (
-        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT),
+        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "full_attention_interval": (DELTAS, 2),
@@ -219,6 +239,19 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "sliding_window_pattern": ((EXAONE,), "LG"),
     "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE), 3),
     "shared_intermediate_size": ((SHARED,), 48),
+    "top_k_experts": (GEMMAS, 3),
+    "final_logit_softcapping": (GEMMAS, 20.0),
+    "attention_k_eq_v": (GEMMAS, True),
+    "global_head_dim": (GEMMAS, 128),
+    "attention_chunk_size": (LLAMAS, 128),
+    "intermediate_size_mlp": (LLAMAS, 96),
+    "moe_layers": (LLAMAS, [0]),
+    "interleave_moe_layer_step": (LLAMAS, 2),
+    "no_rope_layers": (LLAMAS, [0] * 48),
+    "no_rope_layer_interval": (LLAMAS, 2),
+    "attn_temperature_tuning": (LLAMAS, False),
+    "floor_scale": (LLAMAS, 100),
+    "attn_scale": (LLAMAS, 0.3),
     "router_scaling_factor": ((HY3,), 2.0),
     "moe_topk": ((HUNYUAN,), 3),
     "use_qkv_bias": ((SARVAM, BAILING), True),
@@ -259,7 +292,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "logits_scaling": (GRANITES, 6.0),
     "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V, *DELTAS), 0.125),
     "rotary_dim": ((MINIMAX, BAILING), 32),
-    "use_qk_norm": ((GLM, SARVAM, BAILING), "other"),
+    "use_qk_norm": ((GLM, SARVAM, BAILING, *LLAMAS), "other"),
     "use_bias": ((ERNIE,), True),
     "moe_k": ((ERNIE,), 3),
     "moe_num_experts": ((ERNIE,), 32),
@@ -282,7 +315,15 @@ SLIDING = ["sliding_attention", *["full_attention"] * 60]
 REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "num_key_value_heads": {MLA: (2, "num_key_value_heads 2 is not implemented")},
     "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
-    "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
+    "num_experts_per_tok": {
+        ("phimoe",): (1, "num_experts_per_tok 1 is not implemented"),
+        LLAMAS: (2, "num_experts_per_tok 2 is not implemented"),
+    },
+    "enable_moe_block": {GEMMAS: (False, "enable_moe_block is false")},
+    "hidden_size_per_layer_input": {GEMMAS: (256, "hidden_size_per_layer_input 256 is not")},
+    "use_double_wide_mlp": {GEMMAS: (True, "use_double_wide_mlp True is not implemented")},
+    "use_bidirectional_attention": {GEMMAS: ("all", "use_bidirectional_attention 'all' is not")},
+    "rope_parameters": {GEMMAS: ({"rope_type": "default"}, "rope_parameters must have an object")},
     "norm_topk_prob": {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
         (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
@@ -298,7 +339,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         )
     },
     "layer_types": {
-        tuple(k for k in KINDS if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT)): (
+        tuple(
+            k for k in KINDS if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS)
+        ): (
             SLIDING,
             "layer_types must be",
         ),
@@ -316,7 +359,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         tuple(
             kind
             for kind in KINDS
-            if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS)
+            if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS)
         ): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
@@ -348,10 +391,22 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
     "is_causal": {KINDS: (False, "is_causal False is not implemented")},
     "is_encoder_decoder": {KINDS: (True, "is_encoder_decoder True is not implemented")},
-    "attention_chunk_size": {KINDS: (128, "attention_chunk_size 128 is not implemented")},
+    "attention_chunk_size": {
+        tuple(kind for kind in KINDS if kind not in LLAMAS): (
+            128,
+            "attention_chunk_size 128 is not implemented",
+        ),
+        LLAMAS: (100, "attention_chunk_size must be a multiple of 64"),
+    },
     "num_kv_shared_layers": {KINDS: (2, "num_kv_shared_layers 2 is not implemented")},
     "kv_sharing_modes": {KINDS: (["store", "reuse"], "kv_sharing_modes .* is not implemented")},
-    "per_layer_config": {KINDS: ({"0": {"head_dim": 64}}, "per_layer_config .* not implemented")},
+    "per_layer_config": {
+        tuple(kind for kind in KINDS if kind not in GEMMAS): (
+            {"0": {"head_dim": 64}},
+            "per_layer_config .* not implemented",
+        ),
+        GEMMAS: ({"0": {"head_dim": 64}}, "per_layer_config must have"),
+    },
     "quantization_config": {KINDS: ({"quant_method": "hqq"}, "quantized with hqq")},
 }
 """Field → families → (a value that moejax refuses, what it says): fields that transformers reads
@@ -377,6 +432,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "_attn_implementation": "eager",  # where and how transformers computes
     "_experts_implementation": "eager",
     "chunk_size_feed_forward": 4,
+    "vocab_size_per_layer_input": 77,  # of a table that there is not
     "enable_moe_fp32_combine": False,  # of 16-bit runs: where the sum is rounded
     "eod_token_id": 5,
     "sep_token_id": 5,
@@ -387,7 +443,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 NOT_ALWAYS = {
     "partial_rotary_factor": MISTRALS,  # qk_rope_head_dim says it
     "head_dim": MLA,  # transformers overwrites it by qk_rope_head_dim
-    "router_jitter_noise": ("mixtral", MINIMAX),  # in training only
+    "router_jitter_noise": ("mixtral", MINIMAX, *LLAMAS),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
     "mlp_bias": INDEXED,  # transformers does not read it
@@ -430,7 +486,7 @@ def reads(text: str) -> set[str]:
 
 def text_part(source: str, kind: str) -> str:
     """The classes of the text model, where a file has others beside it."""
-    if kind not in (QWEN_VL, GLM_V, QWEN35, QWEN35_V):
+    if kind not in (QWEN_VL, GLM_V, QWEN35, QWEN35_V, *GEMMAS, *LLAMAS):
         return source
     names = ("Text", "MoeGated", "MoeAttention", "MoeDecoder", "MoeTopK", "MoeExperts", "MoeSparse")
     parts = source.split("\nclass ")
@@ -443,7 +499,7 @@ def test_every_field_of_the_model_is_known(kind):
     """Of the modelling file and of the config class. A new name in either must be looked at."""
     models, modelled = sources() / "models", MODELLED.get(kind, kind)
     found = reads(text_part((models / modelled / f"modeling_{modelled}.py").read_text(), kind))
-    kind_of_config = modelled if kind in (*WRAPPERS, QWEN35) else kind
+    kind_of_config = modelled if kind in (*WRAPPERS, QWEN35, *GEMMAS, *LLAMAS) else kind
     directory = models / kind_of_config
     config = text_part((directory / f"configuration_{kind_of_config}.py").read_text(), kind)
     aliases = "".join(ALIAS.findall(config))
@@ -471,6 +527,7 @@ def plain(kind: str, **fields: Any) -> dict[str, Any]:
 def test_honoured_field_changes_the_computation(kind, field):
     base = WITH.get(field, {}) if kind == "deepseek_v2" else {}
     others = {
+        **dict.fromkeys(((kind, "tie_word_embeddings") for kind in GEMMAS), False),
         (ERNIE, "tie_word_embeddings"): False,
         (KIMI, "tie_word_embeddings"): False,
         (GPT, "attention_bias"): False,
@@ -525,9 +582,10 @@ IN_TRANSFORMERS = [f for f in FAMILIES.values() if f.model_type not in NOT_IN_TR
 
 
 def _config_class(family) -> str:
-    if family.model_type == QWEN35:
-        return "Qwen3_5MoeTextConfig"
-    return re.sub("For(CausalLM|ConditionalGeneration)$", "Config", family.architecture)
+    # Of these, Config is that of images and text.
+    of_text = family.model_type in (QWEN35, GEMMAS[0], LLAMAS[0])
+    config = "TextConfig" if of_text else "Config"
+    return re.sub("For(CausalLM|ConditionalGeneration)$", config, family.architecture)
 
 
 @pytest.mark.slow
@@ -569,6 +627,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
         "vision_tower",
         "mm_projector",
         "multi_modal_projector",
+        *("audio_tower", "embed_vision", "embed_audio", "vision_model"),
     ):  # of wrappers the text model runs
         if hasattr(model.model, vision):
             delattr(model.model, vision)
