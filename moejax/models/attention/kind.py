@@ -39,6 +39,8 @@ class Tokens(NamedTuple):
     block_tables: jax.Array | None = None
     """int32[G, R, B]: the block table of each group of pages; None: there is one group, whose table
     the ops have."""
+    sequences: Sequences | None = None
+    """The tokens by sequence, for layers with state; None: the model has none."""
     in_chunks: Callable[[jax.Array, int], Callable[..., jax.Array]] | None = None
     """(a group's block table, tokens of a chunk) -> attention to each query's own chunk."""
 
@@ -63,9 +65,6 @@ class Tokens(NamedTuple):
         return self._replace(
             pages=pages, attention=attention, write_and_attend=both, block_tables=None
         )
-
-    sequences: Sequences | None = None
-    """The tokens by sequence, for layers with state; None: the model has none."""
 
 
 OPS = ("kv_write", "latent_write", "head_linear", "gated_delta")
