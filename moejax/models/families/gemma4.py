@@ -129,17 +129,18 @@ def _of_whole_layers(
         given["num_key_value_heads"] = fields.integer("num_global_key_value_heads", None)
     found = fields.raw.get("per_layer_config")
     if found is not None:
-        expected = {str(layer) for layer, inside in enumerate(sliding) if not inside}
+        expected = [layer for layer, inside in enumerate(sliding) if not inside]
         tables = list(found.values()) if isinstance(found, dict) else []
         if (
             not isinstance(found, dict)
-            or {*map(str, found)} != expected
+            or not all(isinstance(key, str) and key.isdecimal() for key in found)
+            or sorted(map(int, found)) != expected  # keys are "05", "11"
             or any(table != tables[0] or not isinstance(table, dict) for table in tables)
             or not tables[0].keys() <= {"head_dim", "num_key_value_heads"}
         ):
             raise fields.refuse(
                 f"per_layer_config must have the same head_dim and num_key_value_heads for each of "
-                f"the full_attention layers {', '.join(sorted(expected, key=int))}, and no more"
+                f"the full_attention layers {', '.join(map(str, expected))}, and no more"
             )
         table = Fields(tables[0], f"{fields.source}: per_layer_config")
         given = {name: table.integer(name, None) for name in tables[0]}

@@ -81,6 +81,7 @@ BASE: dict[str, dict[str, Any]] = {
     GPT: {"num_hidden_layers": 24},
     **{
         kind: {
+            "num_hidden_layers": 24,
             "enable_moe_block": True,
             "hidden_size_per_layer_input": 0,
             "num_experts": 128,
@@ -112,7 +113,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     "deepseek_v32": 61,
     "glm_moe_dsa": 78,
     **dict.fromkeys(MISTRALS, 36),
-    **dict.fromkeys(GEMMAS, 30),
+    **dict.fromkeys(GEMMAS, 24),
     **dict.fromkeys(LLAMAS, 48),
 }
 """Default number of layers; 32 elsewhere."""
@@ -629,9 +630,11 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
         "multi_modal_projector",
         *("audio_tower", "embed_vision", "embed_audio", "vision_model"),
     ):  # of wrappers the text model runs
-        if hasattr(model.model, vision):
-            delattr(model.model, vision)
-    corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
+        inner = getattr(model, "model", model)
+        if hasattr(inner, vision):
+            delattr(inner, vision)
+    saved = "correction_bias", "layer_scalar"
+    corrections = [b for name, b in model.named_buffers() if name.endswith(saved)]
     parameters = [p for name, p in model.named_parameters() if ".indexer." not in name]
     theirs = sum(p.numel() for p in [*parameters, *corrections])
     places = expected_tensors(parse_config(plain(kind)), ()).values()
