@@ -40,11 +40,11 @@ _PLACES = (
     "flex_olmo:FAMILY",
     "axk1:FAMILY",
     "flint:FAMILY",
-    "deepseek:SARVAM_MLA",
     "llama4:FAMILY",
     "llama4:IMAGES",
     "gemma4:FAMILY",
     "gemma4:IMAGES",
+    "deepseek:SARVAM_MLA",
     "mistral4:FAMILY",
     "mistral4:MISTRAL3",
 )
