@@ -162,6 +162,24 @@ struct Heads {
 };
 void kv_write(Pool& pool, const Kernels& kernels, const Pages& pages, const Heads& heads);
 
+// ---- gated_delta: states advanced in their pages
+
+struct Delta {
+  Type type;                               // of qkv, beta, decay and out
+  int64_t runs, run_tokens;                // runs in use, and rows of each
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  const void *qkv, *beta, *decay;
+  const float *conv, *a_log, *dt_bias;     // [columns, taps], [value_heads], [value_heads]
+  uint16_t* arena;
+  int64_t kv_rows;                         // rows of row_elements in the arena
+  int64_t page_rows, row_elements, layer_rows, state_pages;
+  const int32_t *pages, *read, *copy;      // [runs, state_pages]; copy[n][0] < 0: none
+  const int32_t *start, *skip, *length;    // [runs]
+  int64_t layer;
+  void* out;                               // [runs · run_tokens, value_heads · value_dim]
+};
+void gated_delta(Pool& pool, const Kernels& kernels, const Delta& delta);
+
 struct Latent {
   int64_t heads, latent;
   bool interleave;

@@ -65,7 +65,7 @@ class DeltaOptions:
     implementation: str = "xla"
 
 
-IMPLEMENTATIONS = implementations("gated_delta", ("xla",))
+IMPLEMENTATIONS = implementations("gated_delta", ("xla", "cpu"))
 
 
 def gated_delta(

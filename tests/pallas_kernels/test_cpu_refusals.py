@@ -8,7 +8,9 @@ import pytest
 from host_offload.memory.tables import empty_tables
 from pallas_kernels import kv_write, latent_write, linear, plan, rms_norm, route
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.state_pages import Sequences
 from tests.pallas_kernels.contract import NATIVE
+from tests.pallas_kernels.ops import gated_delta
 
 pytestmark = NATIVE
 
@@ -45,6 +47,16 @@ def test_a_place_outside_of_the_arena_is_not_written(op):
         jax.block_until_ready(write(op, page, last + 1))
     with pytest.raises(ERRORS, match="at position -1 of page 0 is not in the arena"):
         jax.block_until_ready(write(op, page, 0, position=-1))
+
+
+def test_a_state_outside_of_the_arena_is_not_advanced():
+    spec = gated_delta.Spec((3,), "float32")
+    inputs, arena, pages = gated_delta.case(spec, 0)
+    zero = np.zeros(1, np.int32)
+    for page in (-1, 10**6):
+        where = Sequences(np.full_like(pages, page), zero, zero, zero + 3, np.int32(1))
+        with pytest.raises(ERRORS, match="gated_delta: state pages of run 0 are not in the arena"):
+            jax.block_until_ready(gated_delta.run(spec, "cpu", inputs, arena, where))
 
 
 def test_an_owner_that_is_no_expert_is_refused():

@@ -133,6 +133,29 @@ def bits_of_any_split(implementation):
         assert rows and np.all(others == contract.POISON)
 
 
+def bits_of_a_copy(implementation):
+    """A run leaves a copy of its state in other pages, from which another sequence goes on."""
+    spec = Spec((9,), "float32")
+    inputs, arena, pages = case(spec, 0)
+    want, _ = by_steps(spec, implementation, inputs, arena, pages, [8, 8])
+    arena = np.concatenate([arena, np.full_like(arena, contract.POISON)])
+    elements = options_of(spec, implementation).page.row_elements
+    copied = pages + arena.size // 2 // elements
+    zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+
+    def step(arena, first, size, own, **more):
+        given = {name: inputs[name][first : first + size] for name in ("qkv", "beta", "decay")}
+        where = Sequences(own, zero + first, zero, zero + size, np.int32(1), **more)
+        out, arena = run(spec, implementation, inputs | given, arena, where)
+        return np.asarray(out), np.asarray(arena)
+
+    first, arena = step(arena, 0, 8, pages, read=pages, copy=copied)
+    same_bits(first, want[:8])
+    arena.reshape(-1, elements)[(pages + np.arange(spec.page_rows)[:, None]).reshape(-1)] = 0
+    last, arena = step(arena, 8, 1, pages, read=copied, copy=-one[None].repeat(pages.size, 1))
+    same_bits(last, want[8:])
+
+
 def refused(changed, options):
     spec = Spec((3,), "float32")
     inputs, arena, pages = case(spec, 0)
@@ -150,7 +173,7 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         SPECS,
         check,
-        facts=(bits_of_any_split,),
+        facts=(bits_of_any_split, bits_of_a_copy),
         mutant=Mutant.in_record("sequences", "start", lambda s: s + 1, Spec((2,), "float32")),
         refused=refused,
         refusals=(
