@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -171,13 +171,14 @@ class ModelConfig:
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The configuration of an engine whose sequences have at most `max_model_len` tokens."""
         kinds = self.layer_kinds and tuple(
-            dataclasses.replace(kind, rope=kind.rope.for_length(max_model_len))
+            dataclasses.replace(kind, **_for_length(kind, max_model_len))
             for kind in self.layer_kinds
         )
-        rope, window = self.rope.for_length(max_model_len), self.sliding_window
+        window = self.sliding_window
         if window is not None and window >= max_model_len:  # it would hide no token
             window = None
-        return dataclasses.replace(self, rope=rope, layer_kinds=kinds, sliding_window=window)
+        own = _for_length(self, max_model_len)
+        return dataclasses.replace(self, **own, layer_kinds=kinds, sliding_window=window)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -392,6 +393,12 @@ _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
     | {"routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
 )
+
+
+def _for_length(numbers: Any, max_model_len: int) -> dict[str, Any]:
+    return {
+        name: getattr(numbers, name).for_length(max_model_len) for name in ("rope", "attention")
+    }
 
 
 def config_digest(config: ModelConfig) -> str:

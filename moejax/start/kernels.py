@@ -137,7 +137,7 @@ NARROW_BYTES = 1 << 32
 
 _OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
 _NOT_LINEAR = frozenset({"kv_b"})
-_WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
+_WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate", "index_weights"})
 """Parameters whose products LayerStack computes in float32."""
 
 

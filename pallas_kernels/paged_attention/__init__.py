@@ -9,13 +9,14 @@ from pallas_kernels.paged_attention.api import (
     write_and_attend,
 )
 from pallas_kernels.paged_attention.pallas_triton import why_not_pallas
-from pallas_kernels.paged_attention.per_layer import NO_WINDOW, PerLayer
+from pallas_kernels.paged_attention.per_layer import NO_WINDOW, Indexer, PerLayer
 
 __all__ = [
     "NO_WINDOW",
     "SPAN",
     "AttentionOptions",
     "Chunks",
+    "Indexer",
     "PerLayer",
     "decode_attention",
     "prefill_attention",

@@ -70,12 +70,13 @@ def decode_attention(
     - `block_table`: KV row of each page of each sequence, in order. Entries past the length are not
       read.
     - `lengths`: tokens to attend to, including the query's own; 0: an empty row, whose result is 0.
-    - `per_layer`: sinks and windows.
+    - `per_layer`: sinks, windows, an indexer of latent pages.
 
     Returns [T, H·hd], for a latent page [T, H·latent]. Raises ValueError for shapes that do not
     fit, an unknown implementation, and pages that kernels refuse (`why_not_pallas`).
     """
     _check(q, q_rope, arena, options.page, per_layer)
+    _check_indexer(q, per_layer, options)
     _check_rows(q, block_table, lengths)
     fn = pick("paged_attention", DECODE, options.implementation)
     return fn(q, arena, block_table, lengths, layer, _with_scale(options), q_rope, per_layer)
@@ -142,6 +143,7 @@ def prefill_attention(
     - Other arguments: see decode_attention.
     """
     _check(q, q_rope, arena, options.page, per_layer)
+    _check_indexer(q, per_layer, options)
     row, start, length, _ = chunks
     if q.shape[0] % max(row.shape[0], 1) or not row.shape == start.shape == length.shape:
         raise ValueError(
@@ -174,6 +176,18 @@ def _check(q, q_rope, arena, page, per_layer):
     if arena.size % (page.head_dim * q.dtype.itemsize // 2):
         raise ValueError(f"an arena of {arena.shape} is not whole rows of head_dim {page.head_dim}")
     per_layer.check(q.shape[1])
+
+
+def _check_indexer(q, per_layer, options):
+    if (indexer := per_layer.indexer) is None:
+        return
+    page, heads = options.page, indexer.q.shape[1]
+    if options.implementation != "xla":
+        raise ValueError(f"only XLA attends to tokens that an indexer chooses, not {options}")
+    if not page.latent or indexer.q.shape[2] != page.head_dim - page.latent:
+        raise ValueError(f"an indexer's queries are {indexer.q.shape} for {page}")
+    if indexer.q.shape[0] != q.shape[0] or indexer.weights.shape != (q.shape[0], heads):
+        raise ValueError(f"{indexer.q.shape} and {indexer.weights.shape} for {q.shape} queries")
 
 
 def _check_rows(q, block_table, lengths):

@@ -30,7 +30,7 @@ def _result(q, options):
 
 def _operands(per_layer):
     """Sinks, windows and index; what there is none of is empty."""
-    index, sinks, windows = per_layer
+    index, sinks, windows, _ = per_layer
     sinks = jnp.zeros((0, 0), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     windows = jnp.zeros(0, jnp.int32) if windows is None else windows
     return sinks, windows, int32(index)

@@ -1,3 +1,5 @@
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,8 +13,8 @@ def decode_attention(q, arena, block_table, lengths, layer, options, q_rope, per
     # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
     def row(t, out):
         last = lengths[t] - 1
-        query = q[t][None]
-        attended = _attend(query, arena, block_table[t], last[None], layer, options, per_layer)
+        query, own = q[t][None], _of_rows(per_layer, t, 1)
+        attended = _attend(query, arena, block_table[t], last[None], layer, options, own)
         return out.at[t].set(attended[0])
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
@@ -27,7 +29,8 @@ def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope, per
         # Padding rows repeat the last real position, so they look at no page that is not there.
         positions = start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
         rows = lax.dynamic_slice_in_dim(q, c * size, size)
-        attended = _attend(rows, arena, block_table[row[c]], positions, layer, options, per_layer)
+        own = _of_rows(per_layer, c * size, size)
+        attended = _attend(rows, arena, block_table[row[c]], positions, layer, options, own)
         return lax.dynamic_update_slice_in_dim(out, attended, c * size, 0)
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
@@ -39,9 +42,17 @@ def whole(q, q_rope):
     return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 
 
+def _of_rows(per_layer, first, count):
+    """per_layer with the indexer of some rows."""
+    if (indexer := per_layer.indexer) is None:
+        return per_layer
+    q, weights = (lax.dynamic_slice_in_dim(x, first, count) for x in indexer[:2])
+    return per_layer._replace(indexer=indexer._replace(q=q, weights=weights))
+
+
 def _attend(q, arena, block_table, positions, layer, options, per_layer):
     """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·value_dim]."""
-    page, scale, (index, sinks, windows) = options.page, options.scale, per_layer
+    page, scale, (index, sinks, windows, indexer) = options.page, options.scale, per_layer
     window = None if windows is None else windows[index]
     chunk, heads, head_dim = q.shape
     groups = heads // page.kv_heads
@@ -50,12 +61,21 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer):
     by_head = q.reshape(chunk, page.kv_heads, groups, head_dim).transpose(1, 0, 2, 3)
     by_head = by_head.reshape(page.kv_heads, chunk * groups, head_dim)
     row_position = jnp.repeat(positions, groups)[:, None]
+    load = functools.partial(_load_span, view, block_table, layer=layer, page=page, dtype=q.dtype)
+    spans, kept = positions[-1] // SPAN + 1, None
+    if indexer is not None:
+        chosen = _choose(load, indexer, block_table.shape[0] * page.block_size, positions, page)
+        if chunk == 1:
+            load = _gather(view, block_table, chosen, layer, page, q.dtype)
+            spans = jnp.minimum(spans, -(-chosen.shape[1] // SPAN))
+        else:
+            kept = jnp.zeros((chunk, block_table.shape[0] * page.block_size), bool)
+            kept = kept.at[jnp.arange(chunk)[:, None], chosen].set(True, mode="drop")
     first = 0 if window is None else jnp.maximum(positions[0] - (window - 1), 0) // SPAN
 
     def span(s, carry):
         total, top, mass = carry
-        keys, values = _load_span(view, block_table, s, layer, page, q.dtype)
-        key_position = s * SPAN + jnp.arange(SPAN)
+        keys, values, key_position = load(s)
         # Unseen places of a page may hold anything, also NaN, and 0 · NaN would be NaN.
         written = key_position <= positions[-1]
         if window is not None:
@@ -74,6 +94,9 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer):
         seen = key_position <= row_position
         if window is not None:
             seen = seen & (key_position > row_position - window)
+        if kept is not None:
+            of_span = lax.dynamic_slice_in_dim(kept, s * SPAN, SPAN, axis=1)
+            seen = seen & jnp.repeat(of_span, groups, axis=0)
         scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         # A row that has seen nothing yet has top −inf; 0 keeps its exponentials at 0, not NaN.
@@ -102,7 +125,6 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer):
         jnp.full(shape, -jnp.inf),
         jnp.zeros(shape),
     )
-    spans = positions[-1] // SPAN + 1
     total, top, mass = lax.fori_loop(first, spans, span, empty)
     if sinks is not None:
         sink = jnp.repeat(
@@ -114,19 +136,63 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer):
     return out.reshape(chunk, heads * page.value_dim).astype(q.dtype)
 
 
-def _load_span(view, block_table, span, layer, page, dtype):
-    """Keys [SPAN, KH, hd] and values [SPAN, KH, value_dim] of one span."""
+def _load_span(view, block_table, span, *, layer, page, dtype):
+    """Keys [SPAN, KH, hd], values [SPAN, KH, value_dim] and positions [SPAN] of one span."""
     per_span = SPAN // page.block_size
     blocks = []
     for i in range(per_span):
         row = block_table[span * per_span + i] + layer * page.rows_per_layer
         blocks.append(lax.dynamic_slice(view, (row, 0), (page.rows_per_layer, view.shape[1])))
-    bits = jnp.concatenate(blocks)
-    if jnp.dtype(dtype).itemsize == 4:
-        bits = bits.reshape(*bits.shape[:-1], page.head_dim, 2)
-    kv = lax.bitcast_convert_type(bits, dtype)
+    kv, positions = _decode(jnp.concatenate(blocks), page, dtype), span * SPAN + jnp.arange(SPAN)
     if page.latent:
         keys = kv.reshape(SPAN, 1, page.head_dim)
-        return keys, keys[..., : page.latent]
+        return keys, keys[..., : page.latent], positions
     kv = kv.reshape(SPAN, 2, page.kv_heads, page.head_dim)
-    return kv[:, 0], kv[:, 1]
+    return kv[:, 0], kv[:, 1], positions
+
+
+def _decode(bits, page, dtype):
+    """The values of rows of a page."""
+    if jnp.dtype(dtype).itemsize == 4:
+        bits = bits.reshape(*bits.shape[:-1], page.head_dim, 2)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def _choose(load, indexer, most, positions, page):
+    """The positions int32[C, k] of the tokens that each row attends to, ascending; `most` in place
+    of those that it does not see."""
+    q, weights, topk = indexer
+    rows = positions[:, None]
+
+    def span(s, scores):
+        keys, _, key_position = load(s)
+        products = lax.dot_general(
+            q,
+            keys[:, 0, page.latent :],
+            (((2,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        found = jnp.sum(weights[..., None] * jnp.maximum(products, 0), axis=1)
+        found = jnp.where(key_position <= rows, found, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(scores, found, s * SPAN, 1)
+
+    scores = jnp.full((len(positions), most), -jnp.inf)
+    scores = lax.fori_loop(0, positions[-1] // SPAN + 1, span, scores)
+    best, chosen = lax.top_k(scores, min(topk, most))
+    return jnp.sort(jnp.where(best == -jnp.inf, most, chosen), axis=1)
+
+
+def _gather(view, block_table, chosen, layer, page, dtype):
+    """Loads spans of the chosen tokens [1, k] alone, in place of _load_span."""
+    most = block_table.shape[0] * page.block_size
+    tokens = jnp.pad(chosen[0], (0, -chosen.shape[1] % SPAN), constant_values=most)
+    held = jnp.minimum(tokens, most - 1)
+    row = block_table[held // page.block_size] + layer * page.rows_per_layer
+    gathered = _decode(view[row + held % page.block_size], page, dtype)[:, None]
+
+    def load(s):
+        keys, positions = (lax.dynamic_slice_in_dim(x, s * SPAN, SPAN) for x in (gathered, tokens))
+        return keys, keys[..., : page.latent], positions
+
+    return load

@@ -37,7 +37,7 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
-_INDEXER = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": 16}
+_INDEXER = {"index_topk": 40, "index_n_heads": 8, "index_head_dim": 16}
 
 _DELTA = {
     "head_dim": 16,

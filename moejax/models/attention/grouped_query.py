@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,10 @@ class GroupedQueryAttention:
     ops = ("kv_write",)
     products = ()
     takes_squares = True
+    xla_only: ClassVar[dict[str, str]] = {}
+
+    def for_length(self, max_model_len: int) -> GroupedQueryAttention:
+        return self
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         return KVPage(block_size, config.num_key_value_heads, config.head_dim)

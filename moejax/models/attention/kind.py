@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -113,7 +113,7 @@ class AttentionLayer(Protocol):
     def weight(self, name: str) -> jax.Array: ...
     def optional_weight(self, name: str) -> jax.Array | None: ...
     def per_layer(self, i: jax.Array) -> PerLayer: ...
-    def linear(self, x, name: str, i, tokens: Tokens) -> jax.Array: ...
+    def linear(self, x, name: str, i, tokens: Tokens, out_dtype=None) -> jax.Array: ...
     def norm(self, x, name: str, i, eps: float | None = None) -> jax.Array: ...
     def norm_linear(
         self, x, norm_name: str, name: str, i, tokens: Tokens, squares=None
@@ -136,6 +136,15 @@ class AttentionKind(Protocol):
     @property
     def takes_squares(self) -> bool:
         """Whether the first product normalises x itself and can read its tile_squares."""
+        ...
+
+    @property
+    def xla_only(self) -> Mapping[str, str]:
+        """Op that only XLA computes here → what of it."""
+        ...
+
+    def for_length(self, max_model_len: int) -> AttentionKind:
+        """The kind that computes the same for sequences of at most so many tokens."""
         ...
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:

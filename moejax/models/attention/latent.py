@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -38,6 +38,10 @@ class LatentAttention:
     ops = ("latent_write", "head_linear")
     products = ("head_linear",)
     takes_squares = False
+    xla_only: ClassVar[dict[str, str]] = {}
+
+    def for_length(self, max_model_len: int) -> LatentAttention:
+        return self
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         width = self.kv_lora_rank + self.qk_rope_head_dim
@@ -54,6 +58,15 @@ class LatentAttention:
         """Queries [T, H, hd] times a factor of their positions int32[T]: here none."""
         return q
 
+    def extend(self, stack, i, normed, compressed, kv, tails, tokens):
+        """What latent_write takes: (kv [T, page.head_dim], tails of queries [T, heads, head_dim −
+        latent], frequencies), and what `choose` takes."""
+        return kv, tails, stack.frequencies(i), None
+
+    def choose(self, tails, weights, per_layer):
+        """(rotated tails of queries, what attention reads beside pages)."""
+        return tails, per_layer
+
     def attend(self, stack, i, x, arena, tokens, page, squares, counters):
         normed = stack.norm(x, "input_norm", i)
         heads, nope = stack.config.num_attention_heads, self.qk_nope_head_dim
@@ -61,20 +74,19 @@ class LatentAttention:
             compressed = stack.norm(stack.linear(normed, "q_a", i, tokens), "q_a_norm", i, NORM_EPS)
             q = stack.linear(compressed, "q_b", i, tokens)
         else:
-            q = stack.linear(normed, "q", i, tokens)
+            compressed, q = None, stack.linear(normed, "q", i, tokens)
         q = self.scale_queries(q.reshape(q.shape[0], heads, -1), tokens.positions)
-        latent = LatentHeads(
-            stack.linear(normed, "kv_a", i, tokens),
-            stack.weight("kv_a_norm"),
-            i,
-            q[..., nope:],
-            stack.frequencies(i),
+        kv, tails = stack.linear(normed, "kv_a", i, tokens), q[..., nope:]
+        kv, tails, frequencies, weights = self.extend(
+            stack, i, normed, compressed, kv, tails, tokens
         )
+        latent = LatentHeads(kv, stack.weight("kv_a_norm"), i, tails, frequencies)
         places = KVPlaces(tokens.positions, tokens.pages, stack.page_layer(i))
         write = WriteOptions(
             page, stack.attention_factor, NORM_EPS, self.rope_interleave, stack.ops.latent_write
         )
-        q_rope, arena = latent_write(latent, arena, places, write)
+        tails, arena = latent_write(latent, arena, places, write)
+        q_rope, per_layer = self.choose(tails, weights, stack.per_layer(i))
         kv_b = stack.weight("kv_b")  # of each head, rows of its keys, then of its values
         kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, self.kv_lora_rank)
 
@@ -97,7 +109,7 @@ class LatentAttention:
             q_rope=q_rope,
             layer=layer,
             options=attention_options(stack, page),
-            per_layer=stack.per_layer(i),
+            per_layer=per_layer,
         )
         out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
         return out.reshape(out.shape[0], -1), arena, counters

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from moejax.errors import shown
+from moejax.models.attention.indexed import IndexedAttention
 from moejax.models.attention.latent import LatentAttention
 from moejax.models.family import (
     Family,
@@ -254,20 +255,21 @@ SARVAM_MLA = dataclasses.replace(
 )
 
 
-def parse_sparse(
-    fields: Fields, architecture: str, defaults: dict[str, Any], eps: float
+def parse_indexed(
+    fields: Fields, architecture: str, defaults: dict[str, Any], index: dict[str, Any]
 ) -> ModelConfig:
-    """The fields of DeepseekV32Config and GlmMoeDsaConfig: DeepseekV3Config's, and an indexer that
-    chooses index_topk tokens to attend to. Up to as many tokens it chooses all, so that the
-    attention is DeepSeek-V3's.
+    """The fields of DeepseekV32Config and GlmMoeDsaConfig: DeepseekV3Config's, and those of an
+    indexer. Layers that reuse the choice of another layer's indexer (indexer_types) run up to as
+    many tokens as it chooses: then it chooses all.
 
-    - `defaults`, `eps`: where they are not DeepseekV3Config's.
+    - `defaults`: where they are not DeepseekV3Config's.
+    - `index`: index_n_heads' default and index_interleave.
     """
     types = fields.raw.get("layer_types")
     raw = {key: v for key, v in fields.raw.items() if key not in ("layer_types", "head_dim")}
     if (experts := fields.alias("n_routed_experts", "num_experts")) is not None:
         raw["n_routed_experts"] = experts
-    fields = Fields(defaults | {"rms_norm_eps": eps} | raw, fields.source)
+    fields = Fields(defaults | raw, fields.source)
     config = parse_v3(fields)
     layers = config.num_hidden_layers
     if types is not None and types != ["indexed_attention"] * layers:
@@ -275,37 +277,100 @@ def parse_sparse(
             f"layer_types must be 'indexed_attention' for each of {layers} layers, not "
             f"{shown(types)}"
         )
-    if fields.has("rope_interleave"):
-        fields.only("rope_interleave", True)
+    fields.only("rope_interleave", True)
     fields.integer("q_lora_rank", 1536)
-    chosen = fields.integer("index_topk", 2048)
-    longest = min(config.max_position_embeddings, chosen)
-    why = f"attention beyond index_topk, {chosen} tokens, needs the indexer, which is left out"
-    return dataclasses.replace(
+    latent, chosen = config.attention, fields.integer("index_topk", 2048)
+    assert isinstance(latent, LatentAttention)
+    attention = IndexedAttention(
+        **dataclasses.asdict(latent),
+        index_topk=chosen,
+        index_n_heads=fields.integer("index_n_heads", index.pop("index_n_heads")),
+        index_head_dim=fields.integer("index_head_dim", 128),
+        **index,
+    )
+    if attention.index_head_dim % 2 or attention.index_head_dim < attention.qk_rope_head_dim:
+        raise fields.refuse(
+            f"index_head_dim ({attention.index_head_dim}) must be even and at least "
+            f"qk_rope_head_dim ({attention.qk_rope_head_dim})"
+        )
+    config = dataclasses.replace(
         config,
         architecture=architecture,
+        attention=attention,
         moe_layers=fields.sparse_layers(layers, 3),
+    )
+    if "shared" not in _indexer_types(fields, layers):
+        return config
+    longest = min(config.max_position_embeddings, chosen)
+    why = f"layers that share an indexer's choice run up to index_topk tokens, {chosen}"
+    return dataclasses.replace(
+        config,
+        attention=latent,
         max_position_embeddings=longest,
         length_limit=why if longest < config.max_position_embeddings else None,
     )
 
 
+def _indexer_types(fields: Fields, layers: int) -> list[str]:
+    """ "full" or "shared" for each layer: GlmMoeDsaConfig's indexer_types, or what makes them."""
+    pattern = fields.raw.get("index_topk_pattern")
+    types = fields.raw.get("indexer_types")
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
+    if types is None:
+        every = fields.integer("index_topk_freq", 1)
+        offset = fields.integer("index_skip_topk_offset", 2, least=0)
+        return ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or {*types} - {"full", "shared"}:
+        raise fields.refuse(
+            f"indexer_types must be 'full' or 'shared' for each of {layers} layers, not "
+            f"{shown(types)}"
+        )
+    return types
+
+
 def _parse_v32(fields: Fields) -> ModelConfig:
+    fields = _without_sharing(fields)
     defaults = dict(max_position_embeddings=163840)
-    return parse_sparse(fields, V32.architecture, defaults, 1e-6)
+    index = dict(index_n_heads=64, index_interleave=False)
+    return parse_indexed(fields, V32.architecture, defaults, index)
+
+
+def _without_sharing(fields: Fields) -> Fields:
+    """The fields without GlmMoeDsaConfig's, which DeepseekV32Config does not read."""
+    shared = "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"
+    return Fields({k: v for k, v in fields.raw.items() if k not in shared}, fields.source)
 
 
 def _parse_glm_dsa(fields: Fields) -> ModelConfig:
     defaults = dict(vocab_size=154880, hidden_size=6144, intermediate_size=12288)
     defaults |= dict(num_hidden_layers=78, num_attention_heads=64, q_lora_rank=2048)
     defaults |= dict(v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1)
-    return parse_sparse(
-        fields, GLM_DSA.architecture, defaults | dict(max_position_embeddings=202752), 1e-5
-    )
+    defaults |= dict(max_position_embeddings=202752, rms_norm_eps=1e-5)
+    index = dict(index_n_heads=32, index_interleave=True)
+    return parse_indexed(fields, GLM_DSA.architecture, defaults, index)
 
 
-def _of_indexer(config: ModelConfig, name: str) -> bool:
-    return ".self_attn.indexer." in name or later_layer(config, name)
+def _indexed_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params, kind = layer_params_v3(config, moe), config.attention
+    if not isinstance(kind, IndexedAttention):
+        return params
+    name, width, hidden = "self_attn.indexer.", kind.index_head_dim, config.hidden_size
+    heads, rank = kind.index_n_heads, kind.q_lora_rank
+    assert rank is not None
+    return params | {
+        "index_q": ((f"{name}wq_b.weight", (heads * width, rank)),),
+        "index_k": ((f"{name}wk.weight", (width, hidden)),),
+        "index_k_norm": ((f"{name}k_norm.weight", (width,)),),
+        "index_k_norm_bias": ((f"{name}k_norm.bias", (width,)),),
+        "index_weights": ((f"{name}weights_proj.weight", (heads, hidden)),),
+    }
+
+
+def _left_out(config: ModelConfig, name: str) -> bool:
+    """Whether transformers does not read the tensor, or the indexer never matters."""
+    unread = not isinstance(config.attention, IndexedAttention)
+    return (unread and ".self_attn.indexer." in name) or later_layer(config, name)
 
 
 V32 = dataclasses.replace(
@@ -313,7 +378,8 @@ V32 = dataclasses.replace(
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
     parse=_parse_v32,
-    ignores=_of_indexer,
+    layer_params=_indexed_params,
+    ignores=_left_out,
     other_types=(),
 )
 GLM_DSA = dataclasses.replace(

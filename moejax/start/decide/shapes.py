@@ -94,7 +94,17 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
         "route": route_why_not(config.route_rule),
         "paged_attention": next(attention_reasons, None),
     }
-    return {op: reason for op, reason in reasons.items() if reason is not None}
+    found = {op: reason for op, reason in reasons.items() if reason is not None}
+    return found | without_native(config)
+
+
+def without_native(config: ModelConfig) -> dict[str, str]:
+    """Returns the ops whose native CPU op this model cannot use, each with the reason."""
+    return {
+        op: f"only XLA computes {what}"
+        for kind in config.attention_kinds
+        for op, what in kind.xla_only.items()
+    }
 
 
 def apart(driver: str, formats: Formats | None) -> dict[str, str]:

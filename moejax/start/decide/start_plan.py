@@ -30,6 +30,7 @@ from moejax.start.decide.shapes import (
     ops_in_use,
     step_shapes,
     without_kernel,
+    without_native,
 )
 from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.store_choice import explain_donation, why_cells
@@ -135,6 +136,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     """Returns what steps are compiled from. Raises UserError for ops that the model or device
     cannot run, and for more tokens than the model has positions."""
     options, config, precision = settings.options, model.config, settings.precision
+    seqs, tokens, length = limits_of(settings, model, device)
+    config = config.for_length(length)
     packed = () if settings.tiers is None else (PACKED_AS,)
     versions = *resident_versions(precision, model.store), *packed
     layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
@@ -147,11 +150,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             no_kernel=without_kernel(config)
             | apart(options.transfer.driver.name, formats)
             | why_no_kernel(versions, config.xla_only),
-            no_native=why_no_native(versions, config.xla_only),
+            no_native=why_no_native(versions, config.xla_only) | without_native(config),
             shared_kib=device.shared_kib,
         )
-    seqs, tokens, length = limits_of(settings, model, device)
-    config = config.for_length(length)
     needs = (need for policy in settings.policies for need in policy.needs)
     steps = StepSpec(
         device_kind=device.kind,

@@ -39,6 +39,7 @@ LATENT = dict(
     n_group=4,
     topk_group=2,
 )
+INDEXER = dict(index_topk=40, index_n_heads=4, index_head_dim=16)
 LONGROPE = dict(
     rope_type="longrope",
     short_factor=[1.0 + i / 8 for i in range(8)],
@@ -156,8 +157,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "SarvamMLAForCausalLM": dict(LATENT),
     "Glm4vMoeForConditionalGeneration": dict(n_routed_experts=8, first_k_dense_replace=1),
     "Mistral4ForCausalLM": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
-    "DeepseekV32ForCausalLM": dict(LATENT, q_lora_rank=24, index_topk=320),
-    "GlmMoeDsaForCausalLM": dict(LATENT, q_lora_rank=24, index_topk=320),
+    "DeepseekV32ForCausalLM": dict(LATENT, q_lora_rank=24, **INDEXER),
+    "GlmMoeDsaForCausalLM": dict(LATENT, q_lora_rank=24, **INDEXER),
     "AfmoeForCausalLM": dict(
         num_experts=8, head_dim=16, sliding_window=70, global_attn_every_n_layers=2
     ),

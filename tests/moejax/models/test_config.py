@@ -350,9 +350,10 @@ def test_malformed_rope_tables_are_refused_by_name(family, fields, message):
         parse_config({"architectures": [f"{family}ForCausalLM"], **fields})
 
 
-def test_a_model_whose_indexer_is_left_out_runs_up_to_index_topk_tokens(tmp_path, capsys):
-    path = write_checkpoint(tmp_path / "model", "GlmMoeDsaForCausalLM", index_topk=64)
-    why = "attention beyond index_topk, 64 tokens, needs the indexer, which is left out"
+def test_layers_that_share_an_indexer_s_choice_run_up_to_index_topk_tokens(tmp_path, capsys):
+    sharing = dict(index_topk=64, index_topk_pattern="FSS")
+    path = write_checkpoint(tmp_path / "model", "GlmMoeDsaForCausalLM", **sharing)
+    why = "layers that share an indexer's choice run up to index_topk tokens, 64"
     with pytest.raises(UserError, match=f"max_model_len 65 .* longest sequence, 64: {why}; lower"):
         LLM(path, max_model_len=65, progress=False)
     assert main(["info", str(path)]) == 0

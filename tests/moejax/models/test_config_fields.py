@@ -271,6 +271,9 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "mlp_layer_types": ((LITE, HY3, EXAONE, *OF_V3), "sparse"),
     "moe_layer_freq": ((AXK1,), 2),
     "index_topk": (INDEXED, 99),
+    "index_head_dim": (INDEXED, 64),
+    "index_n_heads": (INDEXED, 4),
+    "indexer_types": (("glm_moe_dsa",), ["full"] * 77 + ["shared"]),
     "num_dense_layers": ((AFMOE,), 2),
     "route_scale": ((AFMOE,), 2.0),
     "global_attn_every_n_layers": ((AFMOE,), 2),
@@ -437,9 +440,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "enable_moe_fp32_combine": False,  # of 16-bit runs: where the sum is rounded
     "eod_token_id": 5,
     "sep_token_id": 5,
-    "index_head_dim": 64,  # of the indexer, which is left out
-    "index_n_heads": 4,
-    "indexer_types": ["full"],
 }
 NOT_ALWAYS = {
     "partial_rotary_factor": MISTRALS,  # qk_rope_head_dim says it
@@ -635,7 +635,6 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
             delattr(inner, vision)
     saved = "correction_bias", "layer_scalar"
     corrections = [b for name, b in model.named_buffers() if name.endswith(saved)]
-    parameters = [p for name, p in model.named_parameters() if ".indexer." not in name]
-    theirs = sum(p.numel() for p in [*parameters, *corrections])
+    theirs = sum(p.numel() for p in [*model.parameters(), *corrections])
     places = expected_tensors(parse_config(plain(kind)), ()).values()
     assert sum(math.prod(place.shape) for place in places) == theirs

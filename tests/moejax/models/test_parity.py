@@ -367,14 +367,23 @@ CASES = {
         {"expert_budget": "50%"},
         family="Glm4vMoe",
     ),
-    "DeepSeek-V3.2: up to index_topk tokens, yarn": Case(
-        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "DeepSeek-V3.2: beyond index_topk tokens, yarn that scales cosines": Case(
+        {"rope_parameters": MSCALED_YARN},
         {"expert_budget": "50%"},
         {"older_keys": True},
         family="DeepseekV32",
     ),
-    "GLM-5: up to index_topk tokens, a layer that shares its indexer's choice": Case(
-        {"num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+    "DeepSeek-V3.2: up to index_topk tokens": Case(
+        {"index_topk": 256}, {"expert_budget": "50%"}, family="DeepseekV32"
+    ),
+    "GLM-5: beyond index_topk tokens": Case({}, {"expert_budget": "0%"}, family="GlmMoeDsa"),
+    "GLM-5.2: a layer that shares the choice of another's indexer": Case(
+        {
+            "num_hidden_layers": 3,
+            "index_topk": 256,
+            "index_topk_freq": 2,
+            "index_skip_topk_offset": 1,
+        },
         {"expert_budget": "50%"},
         family="GlmMoeDsa",
     ),
@@ -673,8 +682,6 @@ def test_every_parameter_is_noticed(run):
     wrong = copy.deepcopy(run.model)
     corrections = [b for b in wrong.named_buffers() if b[0].endswith("correction_bias")]
     for name, parameter in [*wrong.named_parameters(), *corrections]:
-        if ".indexer." in name:  # up to index_topk tokens it chooses all
-            continue
         right = parameter.data
         # Another unit's, or another expert's; of the only one another input's.
         parameter.data = right.roll(1, dims=0 if len(right) > 1 else 1)
