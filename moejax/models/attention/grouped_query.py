@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -30,7 +31,7 @@ class GroupedQueryAttention:
     ops = ("kv_write",)
     products = ()
     takes_squares = True
-    xla_only: ClassVar[dict[str, str]] = {}
+    xla_only: ClassVar[Mapping[str, str]] = {}
 
     def for_length(self, max_model_len: int) -> GroupedQueryAttention:
         return self

@@ -4,6 +4,7 @@ indexer chooses. Its keys are in the rows of the pages, behind the latent ones."
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -32,7 +33,7 @@ class IndexedAttention(LatentAttention):
     index_head_dim: int
     index_interleave: bool
 
-    xla_only: ClassVar[dict[str, str]] = {
+    xla_only: ClassVar[Mapping[str, str]] = {
         "paged_attention": "attention to tokens that an indexer chooses",
         "latent_write": "rows with an indexer's keys",
     }

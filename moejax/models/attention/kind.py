@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -138,10 +138,8 @@ class AttentionKind(Protocol):
         """Whether the first product normalises x itself and can read its tile_squares."""
         ...
 
-    @property
-    def xla_only(self) -> Mapping[str, str]:
-        """Op that only XLA computes here → what of it."""
-        ...
+    xla_only: ClassVar[Mapping[str, str]]
+    """Op that only XLA computes here → what of it."""
 
     def for_length(self, max_model_len: int) -> AttentionKind:
         """The kind that computes the same for sequences of at most so many tokens."""

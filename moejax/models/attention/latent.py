@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -38,7 +39,7 @@ class LatentAttention:
     ops = ("latent_write", "head_linear")
     products = ("head_linear",)
     takes_squares = False
-    xla_only: ClassVar[dict[str, str]] = {}
+    xla_only: ClassVar[Mapping[str, str]] = {}
 
     def for_length(self, max_model_len: int) -> LatentAttention:
         return self

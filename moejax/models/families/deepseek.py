@@ -8,6 +8,7 @@ section 2.1.2) by sigmoid, chosen with a learned correction that is not part of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from moejax.errors import shown
@@ -311,12 +312,12 @@ def parse_indexed(
     )
 
 
-def _indexer_types(fields: Fields, layers: int) -> list[str]:
+def _indexer_types(fields: Fields, layers: int) -> Sequence[str]:
     """ "full" or "shared" for each layer: GlmMoeDsaConfig's indexer_types, or what makes them."""
     pattern = fields.raw.get("index_topk_pattern")
     types = fields.raw.get("indexer_types")
     if types is None and pattern is not None:
-        types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
+        types = ["full" if c == "F" else "shared" if c == "S" else c for c in pattern]
     if types is None:
         every = fields.integer("index_topk_freq", 1)
         offset = fields.integer("index_skip_topk_offset", 2, least=0)

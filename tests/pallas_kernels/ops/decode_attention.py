@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import Indexer, api
 from pallas_kernels.paged_attention.specs import (
     DECODE_SPECS,
     EDGES,
@@ -97,6 +97,7 @@ def bits_of_longer_tables(implementation):
 PAGE = DecodeSpec((1,), "float32").page
 LATENT = PAGE._replace(kv_heads=1, latent=8)
 ROPE = {"q_rope": jnp.zeros((2, 4, 8)), "scale": 1.0}
+INDEXER = {"indexer": Indexer(np.zeros((2, 3, 8)), np.ones((2, 3)), 2)}
 
 
 def refused(q, page=PAGE, options=None, table=(2, 1), lengths=2, arena=(64, 32), dtype="float32"):
@@ -105,7 +106,7 @@ def refused(q, page=PAGE, options=None, table=(2, 1), lengths=2, arena=(64, 32),
     options = dict(options or {})
     operands = jnp.zeros(q, dtype), arena, *numbers
     q_rope = options.pop("q_rope", None)
-    beside = api.PerLayer(0, options.pop("sinks", None), options.pop("windows", None))
+    beside = api.PerLayer(0, *(options.pop(name, None) for name in ("sinks", "windows", "indexer")))
     return api.decode_attention(*operands, api.AttentionOptions(page, **options), q_rope, beside)
 
 
@@ -168,6 +169,16 @@ CONTRACTS = (
             (
                 *((2, 4, 8), LATENT, ROPE, (2, 1), 2, (64, 32), "bfloat16"),
                 "q is bfloat16, q_rope float32",
+            ),
+            ((2, 4, 8), LATENT, ROPE | INDEXER | {"implementation": "cpu"}, "only XLA attends to"),
+            ((2, 4, 16), PAGE, INDEXER, r"queries are \(2, 3, 8\) for KVPage"),
+            (
+                *(
+                    (2, 4, 8),
+                    LATENT,
+                    ROPE | {"indexer": Indexer(np.zeros((2, 3, 8)), np.ones(1), 2)},
+                ),
+                r"\(2, 3, 8\) and \(1,\) for \(2, 4, 8\) queries",
             ),
         ),
     ),
