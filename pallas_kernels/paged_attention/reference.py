@@ -1,5 +1,6 @@
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,30 +12,40 @@ def decode_attention(q, arena, block_table, lengths, layer, options, q_rope, per
 
     # One sequence at a time: the shapes of its products are those of a lone request, and the work
     # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
-    def row(t, out):
-        last = lengths[t] - 1
-        query, own = q[t][None], _of_rows(per_layer, t, 1)
-        attended = _attend(query, arena, block_table[t], last[None], layer, options, own)
+    def row(t):
+        return block_table[t], (lengths[t] - 1)[None]
+
+    chosen = _choose_all(per_layer.indexer, arena, row, q.shape[0], layer, options, q.dtype)
+
+    def attend(t, out):
+        table, positions = row(t)
+        own = None if chosen is None else chosen[t][None]
+        attended = _attend(q[t][None], arena, table, positions, layer, options, per_layer, own)
         return out.at[t].set(attended[0])
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
-    return lax.fori_loop(0, q.shape[0], row, out)
+    return lax.fori_loop(0, q.shape[0], attend, out)
 
 
 def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope, per_layer):
     q, (row, start, length, count) = whole(q, q_rope), chunks
     size = q.shape[0] // row.shape[0]
 
-    def chunk(c, out):
+    def chunk(c):
         # Padding rows repeat the last real position, so they look at no page that is not there.
-        positions = start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
+        return block_table[row[c]], start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
+
+    chosen = _choose_all(per_layer.indexer, arena, chunk, count, layer, options, q.dtype)
+
+    def attend(c, out):
+        table, positions = chunk(c)
         rows = lax.dynamic_slice_in_dim(q, c * size, size)
-        own = _of_rows(per_layer, c * size, size)
-        attended = _attend(rows, arena, block_table[row[c]], positions, layer, options, own)
+        own = None if chosen is None else lax.dynamic_slice_in_dim(chosen, c * size, size)
+        attended = _attend(rows, arena, table, positions, layer, options, per_layer, own)
         return lax.dynamic_update_slice_in_dim(out, attended, c * size, 0)
 
     out = jnp.zeros((q.shape[0], q.shape[1] * options.page.value_dim), q.dtype)
-    return lax.fori_loop(0, count, chunk, out)
+    return lax.fori_loop(0, count, attend, out)
 
 
 def whole(q, q_rope):
@@ -42,17 +53,10 @@ def whole(q, q_rope):
     return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 
 
-def _of_rows(per_layer, first, count):
-    """per_layer with the indexer of some rows."""
-    if (indexer := per_layer.indexer) is None:
-        return per_layer
-    q, weights = (lax.dynamic_slice_in_dim(x, first, count) for x in indexer[:2])
-    return per_layer._replace(indexer=indexer._replace(q=q, weights=weights))
-
-
-def _attend(q, arena, block_table, positions, layer, options, per_layer):
-    """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·value_dim]."""
-    page, scale, (index, sinks, windows, indexer) = options.page, options.scale, per_layer
+def _attend(q, arena, block_table, positions, layer, options, per_layer, chosen):
+    """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·value_dim]. chosen:
+    see _choose; None: all tokens."""
+    page, scale, (index, sinks, windows, _) = options.page, options.scale, per_layer
     window = None if windows is None else windows[index]
     chunk, heads, head_dim = q.shape
     groups = heads // page.kv_heads
@@ -63,14 +67,12 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer):
     row_position = jnp.repeat(positions, groups)[:, None]
     load = functools.partial(_load_span, view, block_table, layer=layer, page=page, dtype=q.dtype)
     spans, kept = positions[-1] // SPAN + 1, None
-    if indexer is not None:
-        chosen = _choose(load, indexer, block_table.shape[0] * page.block_size, positions, page)
-        if chunk == 1:
-            load = _gather(view, block_table, chosen, layer, page, q.dtype)
-            spans = jnp.minimum(spans, -(-chosen.shape[1] // SPAN))
-        else:
-            kept = jnp.zeros((chunk, block_table.shape[0] * page.block_size), bool)
-            kept = kept.at[jnp.arange(chunk)[:, None], chosen].set(True, mode="drop")
+    if chosen is not None and chunk == 1:
+        load = _gather(view, block_table, chosen, layer, page, q.dtype)
+        spans = jnp.minimum(spans, -(-chosen.shape[1] // SPAN))
+    elif chosen is not None:
+        kept = jnp.zeros((chunk, block_table.shape[0] * page.block_size), bool)
+        kept = kept.at[jnp.arange(chunk)[:, None], chosen].set(True, mode="drop")
     first = 0 if window is None else jnp.maximum(positions[0] - (window - 1), 0) // SPAN
 
     def span(s, carry):
@@ -156,6 +158,31 @@ def _decode(bits, page, dtype):
     if jnp.dtype(dtype).itemsize == 4:
         bits = bits.reshape(*bits.shape[:-1], page.head_dim, 2)
     return lax.bitcast_convert_type(bits, dtype)
+
+
+def _choose_all(indexer, arena, rows, count, layer, options, dtype):
+    """What _choose returns, of all queries; None without an indexer. A loop of its own: XLA copies
+    an arena that two loops within one read.
+
+    - `rows`: (block table of its sequence, positions) of some rows, by their number.
+    """
+    if indexer is None:
+        return None
+    page = options.page
+    view = arena.reshape(-1, page.head_dim * jnp.dtype(dtype).itemsize // 2)
+
+    def choose(number, chosen):
+        table, positions = rows(number)
+        first, size = number * len(positions), len(positions)
+        q, weights = (lax.dynamic_slice_in_dim(x, first, size) for x in indexer[:2])
+        load = functools.partial(_load_span, view, table, layer=layer, page=page, dtype=dtype)
+        own = indexer._replace(q=q, weights=weights)
+        found = _choose(load, own, most, positions, page)
+        return lax.dynamic_update_slice_in_dim(chosen, found, first, 0)
+
+    most = jax.eval_shape(rows, 0)[0].shape[0] * page.block_size
+    chosen = jnp.full((len(indexer.q), min(indexer.topk, most)), most, jnp.int32)
+    return lax.fori_loop(0, count, choose, chosen)
 
 
 def _choose(load, indexer, most, positions, page):

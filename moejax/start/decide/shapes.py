@@ -95,11 +95,18 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
         "paged_attention": next(attention_reasons, None),
     }
     found = {op: reason for op, reason in reasons.items() if reason is not None}
-    return found | without_native(config)
+    return found | _xla_only(config)
 
 
 def without_native(config: ModelConfig) -> dict[str, str]:
     """Returns the ops whose native CPU op this model cannot use, each with the reason."""
+    if not (found := _xla_only(config)):
+        return {}
+    why = "XLA copies an arena to which its own ops and native ones write"
+    return found | dict.fromkeys(("fill", "stage", "move"), why)
+
+
+def _xla_only(config: ModelConfig) -> dict[str, str]:
     return {
         op: f"only XLA computes {what}"
         for kind in config.attention_kinds
