@@ -180,6 +180,10 @@ class StateKind(abc.ABC):
 
     products = ()
     takes_squares = True
+    xla_only: ClassVar[Mapping[str, str]] = {}
+
+    def for_length(self, max_model_len: int) -> StateKind:
+        return self
 
     @abc.abstractmethod
     def state(self, dtype: str) -> Shapes:
