@@ -441,9 +441,14 @@ def format_tasks(report: Mapping[str, Any]) -> str:
 def format_comparison(found: Sequence[Comparison]) -> str:
     """The table of a comparison: a row for each figure of both runs."""
     cells = [("", "step", "figure", "pairs", "A", "B", "B − A", "95% interval")]
+    stepped = any(one.step_a is not None for one in found)
     for one in found:
         steps = {one.step_a, one.step_b}
-        step = "–" if steps == {None} else "/".join(str(s) for s in dict.fromkeys(steps))
+        step = (
+            ("all" if stepped else "–")
+            if steps == {None}
+            else "/".join(str(s) for s in dict.fromkeys(steps))
+        )
         interval = "–" if one.low is None else f"[{one.low:+.4f}, {one.high:+.4f}]"
         figures = f"{one.a:.4f}", f"{one.b:.4f}", f"{one.difference:+.4f}", interval
         cells.append((one.name, step, one.figure, str(one.pairs), *figures))

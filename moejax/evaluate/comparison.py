@@ -81,14 +81,20 @@ def compare_lines(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
     """Compares every figure that both runs have, in lines as `results_file` has them: of equal
-    steps, or of the only line of each. Several texts are compared together too ("all").
+    steps, or of the only line of each. Several texts are compared together too ("all"), and so are
+    several steps, without a step.
 
     Raises UserError if there is no pair of lines, or of units.
     """
-    found = [
-        compare_units(one, other, (left.get("step"), right.get("step")))
-        for left, right in _lines(a, b)
-        for one, other in _match_units(left, right)
+    found, pooled = [], {}
+    for left, right in _lines(a, b):
+        for one, other in _match_units(left, right):
+            found.append(compare_units(one, other, (left.get("step"), right.get("step"))))
+            pooled.setdefault((one.name, one.figure, frozenset(one.keys)), []).append((one, other))
+    found += [
+        compare_units(_over_steps([one for one, _ in pairs]), _over_steps([o for _, o in pairs]))
+        for pairs in pooled.values()
+        if len(pairs) > 1
     ]
     if not found:
         raise UserError(
@@ -133,6 +139,18 @@ def _match_units(
     whole = [pair for pair in pairs if pair[0].figure == "bits/token"]
     if len(whole) > 1:
         yield _together([one for one, _ in whole]), _together([one for _, one in whole])
+
+
+def _over_steps(units: Sequence[Units]) -> Units:
+    """Joins the units of several steps: each window or document once, with the sums of all steps,
+    which are not independent."""
+    first = units[0]
+    sums, weights = dict.fromkeys(first.keys, 0.0), dict.fromkeys(first.keys, 0.0)
+    for one in units:
+        for key, value, weight in zip(one.keys, one.sums, one.weights, strict=True):
+            sums[key] += value
+            weights[key] += weight
+    return Units(first.name, first.figure, first.keys, [*sums.values()], [*weights.values()])
 
 
 def _together(units: Sequence[Units]) -> Units:

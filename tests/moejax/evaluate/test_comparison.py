@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from moejax.commands.eval import format_comparison
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units, compare_lines, compare_units
 
@@ -59,7 +60,11 @@ def test_runs_are_compared_at_equal_steps():
     a = [line(units([1.0, 2.0]), step=step) for step in (1, 2, 4)]
     b = [line(units([1.0, 2.0 + step]), step=step) for step in (2, 4, 8)]
     found = compare_lines(a, b)
-    assert [(one.step_a, one.step_b, one.difference) for one in found] == [(2, 2, 1), (4, 4, 2)]
+    steps = [(one.step_a, one.step_b, one.difference) for one in found]
+    assert steps == [(2, 2, 1), (4, 4, 2), (None, None, 1.5)]
+    assert found[-1].pairs == 2  # steps share their windows
+    (_, *rows) = format_comparison(found).splitlines()
+    assert [row.split()[1] for row in rows] == ["2", "4", "all"]
 
 
 @pytest.mark.parametrize(
