@@ -639,7 +639,7 @@ int64_t rows_of_task(Type kind) {
 const Kernels& kernels_amx() {
   static const Kernels table = [] {
     Kernels k = kernels_avx512bf16;
-    k.name = "amx", k.few = few, k.rows_of_task = rows_of_task, k.elements = kSide;
+    k.name = "amx", k.few = few, k.rows_of_task = rows_of_task, k.elements = kSide, k.scales_ahead = true;
     k.dots_of_many = dots_of_many, k.add_of_many = add_of_many;
     k.takes = takes, k.encoded_dots = encoded_dots, k.encoded_add = encoded_add;
     return k;

@@ -6,6 +6,8 @@
 // kernels.h: a function compiled for AVX-512 must never be the linker's choice for other callers.
 #include <math.h>
 
+#include <type_traits>
+
 #include "decoders.h"
 
 #define MOEJAX_JOIN_(a, b) a##b
@@ -480,7 +482,10 @@ void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t p
   supers += line * ((length + super - 1) / super);
   for (int64_t at = first, end = first + n; at < end;) {
     const int64_t stop = least(end, (at / super + 1) * super);
-    const float own = sign * wide_f16(supers[at / super]);
+    const float own = sign * scale_f16(supers[at / super]);
+    for (; at + 8 <= stop; at += 8) {
+      for (int i = 0; i < 8; i++) x[at - first + i] *= own;
+    }
     for (; at < stop; at++) x[at - first] *= own;
   }
 }
@@ -940,9 +945,17 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
 // ---- encoded rows, multiplied as they are decoded (Kernels::takes): the bits of `decode` and `dots`
 // or `add`, since each sum has the same terms in the same order
 
-constexpr int64_t kElements = 4;  // rows of elements of one call of `encoded_add`
-
-#ifndef __AVX512BF16__
+#ifdef __AVX512BF16__
+constexpr int64_t kElements = 32;  // rows of elements of one call of `encoded_add`
+constexpr bool kScalesAhead = false;
+}  // namespace
+}  // namespace moejax
+#include "encoded512.h"
+namespace moejax {
+namespace {
+#else
+constexpr int64_t kElements = 4;
+constexpr bool kScalesAhead = true;
 INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
 
 template <size_t...>
@@ -1161,10 +1174,6 @@ int64_t takes(const Format& f) {
   const bool ints = f.matrix[GATE].kind == Codes::Int8 || f.matrix[GATE].kind == Codes::Int4;
   return ints && multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0;
 }
-#else
-constexpr decltype(Kernels::encoded_dots) encoded_dots = nullptr;
-constexpr decltype(Kernels::encoded_add) encoded_add = nullptr;
-int64_t takes(const Format&) { return 0; }
 #endif
 
 // ---- functions
@@ -1230,7 +1239,7 @@ void exponentials(float* x, float top, int64_t n) {
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
-    decode, down_scales, takes, encoded_dots, encoded_add, kElements, widen, narrow, norm, activate,
+    decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, widen, narrow, norm, activate,
     exponentials,
 };
 

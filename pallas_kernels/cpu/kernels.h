@@ -122,6 +122,7 @@ struct Kernels {
                       int64_t column, int64_t n, const float* scales, const float* const* h,
                       int64_t tokens, float* const* total);
   int64_t elements;
+  bool scales_ahead;  // whether encoded_add reads `scales`
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:

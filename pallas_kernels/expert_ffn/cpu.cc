@@ -226,15 +226,16 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const int64_t width = padded(count);
   const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
   Buffer<float> sums(open * width);
-  Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
+  const bool encoded = as_they_are_decoded(work, e), scaled = !encoded || work.k.scales_ahead;
+  Buffer<char> scratch(encoded ? 0 : kManyAdded * count * size_of(work.kind));
   const int64_t group = std::max<int64_t>(e.format->matrix[DOWN].group, 1);
-  Buffer<float> scales((c.width + group - 1) / group * 2 * width);
-  work.k.down_scales(*e.format, e.record, first, count, scales.get());
+  Buffer<float> scales(scaled ? (c.width + group - 1) / group * 2 * width : 0);
+  if (scaled) work.k.down_scales(*e.format, e.record, first, count, scales.get());
   const Columns columns = {e, first, count, scales.get(), scratch.get()};
   for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {
     const int64_t tokens = std::min(kSums, e.tokens - t0);
     std::fill(sums.get(), sums.get() + tokens * width, 0.0f);
-    if (as_they_are_decoded(work, e)) add_encoded(work, columns, tokens, sums.get());
+    if (encoded) add_encoded(work, columns, tokens, sums.get());
     else add_rows(work, columns, t0, tokens, sums.get());
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t pair = work.pairs[e.first + t0 + t];
