@@ -21,6 +21,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
 
 
+def checked_folder() -> Path:
+    """The folder of the tables of checked kernels."""
+    return cache_root() / "verified"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and makes its directory if there is none. Raises UserError
     where that fails."""

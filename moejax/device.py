@@ -9,7 +9,10 @@ from pathlib import Path
 import jax
 from jax._src import xla_bridge
 
-from moejax.errors import UserError
+from host_offload.memory.device_memory import host_available_bytes
+from moejax.cache import checked_folder
+from moejax.errors import NotPinned, UserError
+from pallas_kernels.verification.table import left_over
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable that caps jax's pool of pinned host memory. jax reads it when its backend
@@ -18,6 +21,9 @@ starts."""
 DEFAULT_PINNED_GIB = 64
 """The cap in GiB where the variable is not set. XLA reads the variable in GiB, in spite of its
 name."""
+
+PINNED_ROOM = 4
+"""GiB of pinned memory beside the experts: pages that are swapped, results, what is in flight."""
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables, the newer first, for the share of a GPU's memory that jax takes, which is
@@ -30,6 +36,10 @@ of its memory if that is more."""
 RUNTIME_SHARE = 0.02
 """Share of a large GPU's memory left to the CUDA context, programs and graphs."""
 
+CHECKS_BYTES = 6 << 30
+"""Bytes of GPU memory that are left to checks of kernels while any wait. The largest has an arena
+above 4 GiB."""
+
 OLDEST_CAPABILITY = 8.0
 """Compute capability of Ampere: bfloat16 matrix products, asynchronous copies."""
 
@@ -37,20 +47,38 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """A file that exists where the kernel has NVIDIA's driver."""
 
 
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+"""Environment variable for jax's allocator of GPU memory."""
+
+WSL_ALLOCATOR = "cuda_async"
+"""The allocator in WSL, where the default of jax 0.11 cannot allocate 4 GiB or more in one piece
+(openxla/xla#48979)."""
+
+KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
+
 THREADS = "PJRT_NPROC"
 """Environment variable for the size of XLA's pool of CPU threads. XLA reads it once, when jax
 starts."""
 
 
-def select_device(device: str | jax.Device | None = None, threads: int | None = None) -> jax.Device:
+def select_device(
+    device: str | jax.Device | None = None,
+    threads: int | None = None,
+    *,
+    kernels: bool = False,
+    store: int = 0,
+) -> jax.Device:
     """Chooses the device to run on, and starts jax's backend if it has not started.
 
-    Before the start, the cap on pinned host memory is raised to the machine's memory, and the share
+    Before the start, the cap on pinned host memory is set (pinned_gib), and the share
     of a GPU's memory to what is free, unless the environment sets them.
 
     - `device`: a device, or a platform ("cpu", "gpu") for its first device; None: jax's first.
     - `threads`: threads of XLA's CPU pool, which native ops share; None: as the environment says,
       else one for each CPU that the process may use.
+    - `kernels`: whether kernels may run, whose checks need memory beside this process until all of
+      them were made.
+    - `store`: bytes of experts that will be in pinned memory; 0: not known.
 
     Raises UserError for a platform that jax cannot use, a jax without CUDA on a machine with an
     NVIDIA GPU (unless `device` or JAX_PLATFORMS asks for the CPU), a GPU older than compute
@@ -62,9 +90,11 @@ def select_device(device: str | jax.Device | None = None, threads: int | None = 
         _use_threads(threads, started)
     if not started:
         if PINNED_LIMIT not in os.environ:
-            os.environ[PINNED_LIMIT] = str(pinned_gib(host_bytes()))
+            os.environ[PINNED_LIMIT] = str(pinned_gib(host_bytes(), host_available_bytes(), store))
         if device != "cpu" and not _cpu_was_asked_for():
-            take_free_memory()
+            if is_wsl():
+                os.environ.setdefault(ALLOCATOR, WSL_ALLOCATOR)
+            take_free_memory(kernels=kernels)
     if isinstance(device, str):
         try:
             chosen = jax.devices(device)[0]
@@ -90,6 +120,14 @@ def select_device(device: str | jax.Device | None = None, threads: int | None = 
     return chosen
 
 
+def is_wsl() -> bool:
+    """Whether this Linux runs inside Windows (WSL)."""
+    try:
+        return "microsoft" in KERNEL_RELEASE.read_text().lower()
+    except OSError:
+        return False
+
+
 def _use_threads(threads: int, started: bool) -> None:
     have = os.environ.get(THREADS) or str(len(os.sched_getaffinity(0)))
     if started and have != str(threads):
@@ -100,18 +138,24 @@ def _use_threads(threads: int, started: bool) -> None:
     os.environ[THREADS] = str(threads)
 
 
-def take_free_memory() -> None:
+def take_free_memory(*, kernels: bool = False) -> None:
     """Sets the share of a GPU's memory that jax takes to what is free now, less RUNTIME_BYTES or
     RUNTIME_SHARE. Call it before jax's backend starts. Changes nothing if the environment has a
-    share already, or nvidia-smi finds no GPU."""
+    share already, or nvidia-smi finds no GPU.
+
+    - `kernels`: leaves memory for checks of kernels if any wait.
+    """
     if any(os.environ.get(name) for name in MEMORY_SHARES):
         return
-    found = nvidia_smi("memory.total", "memory.free")
-    known = [(int(total), int(free)) for total, free in found if (total + free).isdecimal()]
-    if known:
-        # Any of the GPUs may be jax's first device.
-        share = min(memory_share(total << 20, free << 20) for total, free in known)
-        os.environ[MEMORY_SHARES[0]] = f"{share:.4f}"
+    shares = []
+    for kind, *sizes in nvidia_smi("name", "memory.total", "memory.free"):
+        if "".join(sizes).isdecimal():
+            total, free = (int(mib) << 20 for mib in sizes)
+            wait = kernels and left_over(kind, checked_folder()) != 0
+            left = min(CHECKS_BYTES, total // 2) if wait else 0
+            shares.append(memory_share(total, free - left))
+    if shares:  # any of the GPUs may be jax's first device
+        os.environ[MEMORY_SHARES[0]] = f"{min(shares):.4f}"
 
 
 def memory_share(total: int, free: int) -> float:
@@ -148,18 +192,28 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def pinned_gib(memory: int) -> int:
-    """The cap on jax's pool of pinned host memory, in GiB, for a machine with `memory` bytes."""
+def pinned_gib(memory: int, available: int | None = None, store: int = 0) -> int:
+    """The cap on jax's pool of pinned host memory, in GiB, for a machine with `memory` bytes.
+
+    jax asks the driver for the power of two above an array, or for what the cap leaves. If the
+    available memory does not hold that, the cap is the store and PINNED_ROOM.
+
+    - `available`: bytes of host memory that are free; None: all.
+    - `store`: bytes of the experts; 0: not known.
+    """
+    doubled = 1 << max(store - 1, 0).bit_length()
+    if store and doubled > (memory if available is None else available):
+        return -(-store >> 30) + PINNED_ROOM
     return max(memory >> 30, DEFAULT_PINNED_GIB)
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
-    """Raises UserError, with the line of code to add, where a store of `nbytes` is larger than the
+    """Raises NotPinned, with the line of code to add, where a store of `nbytes` is larger than the
     cap on pinned host memory. Only a GPU has a cap."""
     limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GIB))
     if device.platform == "gpu" and nbytes > limit << 30:
         needed = (nbytes >> 30) + 4
-        raise UserError(
+        raise NotPinned(
             f"the experts need {nbytes / 2**30:.0f} GiB of pinned host memory, jax was started "
             f"with a limit of {limit} GiB; before the first use of jax add: "
             f'os.environ["{PINNED_LIMIT}"] = "{needed}"'

@@ -1,10 +1,17 @@
 """The errors that moejax raises for mistakes that the user can correct."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 MOST_LINE, MOST_LINES = 800, 40
 """Most characters of a line of a message, and most lines. Longer ones lose their middle."""
+
+
+fallbacks = logging.getLogger("moejax.fallbacks")
+"""Says what a start does instead of what did not work, in two lines each. A level of its own, since
+people must see it where notes are silenced."""
+fallbacks.setLevel(logging.WARNING)
 
 
 class UserError(ValueError):
@@ -27,6 +34,10 @@ class UserError(ValueError):
 class OutOfKV(UserError):
     """Requests wait for KV pages, and no running request will free any. The engine still works, but
     the waiting requests cannot continue."""
+
+
+class NotPinned(UserError):
+    """Pinned host memory does not hold the experts."""
 
 
 @contextlib.contextmanager

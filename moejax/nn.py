@@ -30,7 +30,7 @@ from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.versions.encoders import NUMPY_DTYPES, encode
-from moejax.cache import cache_root
+from moejax.cache import checked_folder
 from moejax.checkpoints.loaded_model import DTYPE_NAMES
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_expert_budget
@@ -49,7 +49,7 @@ from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import LinearOptions, linear_parts
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
-from pallas_kernels.verification import Check, ModelShape, checks, require_verified
+from pallas_kernels.verification import Check, Job, ModelShape, checks, require_verified
 
 __all__ = ["ExpertMemory", "HostRecords", "PagedExperts", "PagedMoE", "Paging", "RouteRule"]
 
@@ -241,6 +241,11 @@ class PagedExperts(nnx.Module):
         placed = jax.device_put(cell_row, memory.tables.cell_row.sharding)
         return memory._replace(tables=_regrant(memory.tables, placed))
 
+    def kernel_shape(self) -> tuple[int, int, int, str, str]:
+        """The sizes of an expert, their number, activation and dtype, which decide kernels."""
+        layout = self.layout
+        return layout.hidden, layout.width, self.experts, self.activation, self.dtype
+
     @property
     def _cell_rows(self) -> int:
         """Arena rows of a cell: those of a record, rounded up to an even number, since 32-bit views
@@ -273,7 +278,7 @@ class PagedMoE(nnx.Module):
           padded to whole tiles; 64 suits long prompts.
         - `waves`: passes over the experts of a call. With more waves, more of the active experts
           can be filled. The bits stay the same.
-        - `ops`: see pallas_kernels.resolve_ops. On a GPU, kernels are first checked, as LLM does.
+        - `ops`: see pallas_kernels.resolve_ops. On a GPU, kernels are first checked.
 
         Raises UserError for a layer that does not exist, row_tile or waves below 1, a router of
         another shape, neither router nor rngs, and kernels that cannot run or fail their check.
@@ -298,8 +303,8 @@ class PagedMoE(nnx.Module):
                     f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
                 )
             if experts.device.platform == "gpu":
-                wanted = kernel_checks(self.ops, experts, rule)
-                require_verified(wanted, experts.device, cache_root() / "verified")
+                job = Job(kernel_checks, (self.ops, *experts.kernel_shape(), rule))
+                require_verified(job, job.checks(), experts.device, checked_folder())
         if router is None:
             if rngs is None:
                 raise UserError("give the router's weights as router, or rngs to draw them")
@@ -393,22 +398,30 @@ def _refuse_vmap(size, batched, operands):
 _regrant = jax.jit(regrant)
 
 
-def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Check]:
+def kernel_checks(
+    ops: Ops,
+    hidden: int,
+    width: int,
+    experts: int,
+    activation: str,
+    dtype: str,
+    rule: RouteRule,
+) -> list[Check]:
     """The checks for the kernels that layers of these experts run."""
     shape = ModelShape(
-        hidden=experts.layout.hidden,
-        width=experts.layout.width,
-        experts=experts.experts,
+        hidden=hidden,
+        width=width,
+        experts=experts,
         rule=rule,
         # The layer has no attention, and `runs` leaves its checks out.
         heads=1,
         kv_heads=1,
         head_dim=16,
-        products=((experts.experts, experts.layout.hidden, False, "float32"),),
+        products=((experts, hidden, False, "float32"),),
         block_size=BLOCK_SIZES[0],
         window=None,
-        activation=experts.activation,
-        dtype=experts.dtype,
+        activation=activation,
+        dtype=dtype,
     )
 
     def runs(check: Check) -> bool:

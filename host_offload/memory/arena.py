@@ -23,13 +23,31 @@ class SlotClass(IntEnum):
     KV = 2
 
 
+class ArenaError(MemoryError):
+    """The device did not give the memory of an arena."""
+
+    def __init__(self, nbytes: int, message: str):
+        super().__init__(f"an arena of {nbytes / 2**30:.2f} GiB cannot be allocated: {message}")
+        self.nbytes = nbytes
+
+
 def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
-    """Allocates the arena, uint16[rows, D] of zeros on the device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    arena = jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
+    """Allocates the arena, uint16[rows, D] of zeros on the device. Raises ArenaError."""
+    try:
+        arena = jax.block_until_ready(make_zeros(rows, hidden, device))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ArenaError(2 * rows * hidden, str(error).splitlines()[0]) from error
     if device.platform == "cpu":
         remake_zeros(arena.unsafe_buffer_pointer(), jax.block_until_ready(arena).nbytes)
     return arena
+
+
+def make_zeros(rows: int, hidden: int, device: jax.Device) -> jax.Array:
+    """Makes uint16[rows, D] of zeros on the device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
 
 
 def own_arena(rows: int, hidden: int) -> ArenaMemory:

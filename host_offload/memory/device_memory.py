@@ -40,6 +40,8 @@ class FreeMemory:
     """Free bytes, once the parameters are on the device."""
     activations: int = 0
     """Bytes that steps need beside arena and parameters; 0: not known, so the reserve has them."""
+    most: int | None = None
+    """Bytes of an arena that can be allocated, if a larger one could not be."""
 
     @property
     def reserve(self) -> int:
@@ -48,8 +50,9 @@ class FreeMemory:
 
     @property
     def available(self) -> int:
-        """Bytes of the largest arena; free less activations and reserve."""
-        return max(self.free - self.activations - self.reserve, 0)
+        """Bytes of the largest arena; free less activations and reserve, at most `most`."""
+        left = max(self.free - self.activations - self.reserve, 0)
+        return left if self.most is None else min(left, self.most)
 
 
 def free_memory(device: jax.Device) -> FreeMemory:

@@ -20,6 +20,12 @@ from host_offload.memory.record_source import RecordSource, StackedRecords
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.absent import AbsentRecords
 
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an allocation failed because there is not enough memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an array of that shape, aligned as by aligned_empty."""
 
@@ -145,9 +151,7 @@ class StoreBuilder:
         try:
             self._allocate(device, memory or aligned_empty)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            if isinstance(error, jax.errors.JaxRuntimeError) and (
-                "RESOURCE_EXHAUSTED" not in str(error)
-            ):
+            if not lacks_memory(error):
                 raise
             gib = layers * experts * layout.nbytes / 2**30
             raise MemoryError(
@@ -163,9 +167,7 @@ class StoreBuilder:
         if shares_memory(device):
             self._memory = memory(self._shape, np.dtype(np.uint16))
         else:
-            empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
-            allocate = jax.jit(empty, out_shardings=self._sharding)
-            self._array = jax.block_until_ready(allocate())
+            self._array = allocate_pinned(self._shape, self._sharding)
 
     def put(
         self, layer: int, first_expert: int, records: np.ndarray | jax.Array, first_row: int = 0
@@ -269,6 +271,13 @@ class StoreBuilder:
         if self._array is not None:
             self._array.delete()
             self._array = None
+
+
+def allocate_pinned(shape: tuple[int, ...], sharding: SingleDeviceSharding) -> jax.Array:
+    """Allocates uint16 of that shape in pinned host memory, not initialised. jax's allocator asks
+    the driver for the next power of two, unless its limit is below that (moejax.device)."""
+    empty = functools.partial(jax.lax.empty, shape, jnp.uint16)
+    return jax.block_until_ready(jax.jit(empty, out_shardings=sharding)())
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

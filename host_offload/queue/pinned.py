@@ -10,13 +10,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import logging
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.store import Allocate, StoreBuilder
+from host_offload.memory.budget import format_bytes
+from host_offload.memory.store import Allocate, StoreBuilder, lacks_memory
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import MATRICES, RecordFormat
+
+log = logging.getLogger("moejax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +72,21 @@ class InPieces:
 
 @dataclasses.dataclass(frozen=True)
 class PinnedRecords(InPieces):
-    """Every expert of one version in `pinned_host` memory of one device."""
+    """Every expert of one version in `pinned_host` memory of one device, or, as far as that does
+    not hold them, in pageable memory, which copies leave at a fraction of the link's rate."""
 
     shape: tuple[int, ...]
     edges: tuple[int, ...]
-    pieces: list[list[list[jax.Array | None]]]
-    """[L][E][P] uint16[edges[p + 1] − edges[p], D]."""
+    pieces: list[list[list[jax.Array | np.ndarray | None]]]
+    """[L][E][P] uint16[edges[p + 1] − edges[p], D]; numpy arrays in pageable memory."""
+    device: jax.Device
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the records take."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def of(self, layer: int, expert: int) -> list[jax.Array]:
+    def of(self, layer: int, expert: int) -> list[Any]:
         """Returns an expert's pieces in the order of its rows."""
         found = [piece for piece in self.pieces[layer][expert] if piece is not None]
         assert len(found) == len(self.edges) - 1
@@ -86,7 +94,7 @@ class PinnedRecords(InPieces):
 
     def devices(self) -> set[jax.Device]:
         """Returns the arrays' device, like jax.Array.devices."""
-        return self.of(0, 0)[0].devices()
+        return {self.device}
 
     def read(self, layer: int, first: int, count: int) -> np.ndarray:
         """Copies consecutive experts' records. Returns uint16[count, rows, D]."""
@@ -100,8 +108,9 @@ class PinnedRecords(InPieces):
     def delete(self) -> None:
         """Frees the arrays at once, even if other objects refer to them. Idempotent."""
         for piece in itertools.chain.from_iterable(itertools.chain.from_iterable(self.pieces)):
-            if piece is not None and not piece.is_deleted():
+            if isinstance(piece, jax.Array) and not piece.is_deleted():
                 piece.delete()
+        self.pieces.clear()
 
 
 def view_record(
@@ -123,12 +132,16 @@ def view_record(
         pieces = records.of(layer, expert)
         if len(pieces) != 1:
             raise ValueError(f"a record of {len(pieces)} pieces is not in one place")
-        shape, first = pieces[0].shape, pieces[0].unsafe_buffer_pointer()
+        shape, first = pieces[0].shape, _address(pieces[0])
     numbers = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(first)
     found = jax.device_put(np.ctypeslib.as_array(numbers).reshape(shape), host)
     if found.unsafe_buffer_pointer() != first:
         raise ValueError("jax copies this memory to the CPU; it cannot be read in place")
     return found
+
+
+def _address(array: jax.Array | np.ndarray) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.unsafe_buffer_pointer()
 
 
 def piece_edges(
@@ -155,9 +168,15 @@ def piece_edges(
     return (*begins, record.rows)
 
 
+def pin(array: np.ndarray, sharding: SingleDeviceSharding) -> jax.Array:
+    """Copies an array to pinned host memory."""
+    return jax.device_put(array, sharding)
+
+
 class PinnedBuilder(StoreBuilder):
     """A StoreBuilder of PinnedRecords. A piece becomes a pinned array when its last row is written,
-    so host memory holds the store and incomplete pieces.
+    so host memory holds the store and incomplete pieces. Once no more memory can be pinned, pieces
+    stay in pageable memory.
 
     - `chunk_bytes`, `whole`: arguments of piece_edges.
     """
@@ -178,7 +197,8 @@ class PinnedBuilder(StoreBuilder):
     def _allocate(self, device: jax.Device, memory: Allocate) -> None:
         layers, experts = self._shape[:2]
         count = len(self._edges) - 1
-        self._pieces: list[list[list[jax.Array | None]]] = [
+        self._device, self._pins = device, True
+        self._pieces: list[list[list[jax.Array | np.ndarray | None]]] = [
             [[None] * count for _ in range(experts)] for _ in range(layers)
         ]
         self._partial: dict[tuple[int, int, int], tuple[np.ndarray, int]] = {}
@@ -202,14 +222,32 @@ class PinnedBuilder(StoreBuilder):
                     if missing:
                         self._partial[key] = whole, missing
                 if not missing:
-                    self._pieces[layer][expert][number] = jax.device_put(whole, self._sharding)
+                    self._pieces[layer][expert][number] = self._pin(whole)
+
+    def _pin(self, rows: np.ndarray) -> jax.Array | np.ndarray:
+        """Returns a copy in pinned memory, or the array itself if that is full."""
+        if self._pins:
+            try:
+                return pin(rows, self._sharding)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not lacks_memory(error):
+                    raise
+                self._pins = False
+                pieces = itertools.chain.from_iterable(itertools.chain.from_iterable(self._pieces))
+                held = sum(piece.nbytes for piece in pieces if piece is not None)
+                log.info(
+                    "%s of experts are pinned, and no more can be; the others stay in pageable "
+                    "memory, from which copies are slower",
+                    format_bytes(held),
+                )
+        return rows
 
     def _finished(self) -> PinnedRecords:
         pieces, self._pieces = jax.block_until_ready(self._pieces), []
-        return PinnedRecords(self._shape, self._edges, pieces)
+        return PinnedRecords(self._shape, self._edges, pieces, self._device)
 
     def close(self) -> None:
         """Frees the arrays of a store that was not finished."""
         super().close()
-        PinnedRecords(self._shape, self._edges, self._pieces).delete()
+        PinnedRecords(self._shape, self._edges, self._pieces, self._device).delete()
         self._pieces, self._partial = [], {}

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from host_offload.memory.budget import format_bytes
-from host_offload.memory.device_memory import host_available_bytes
+from host_offload.memory.device_memory import host_available_bytes, shares_memory
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError, user_errors
+from moejax.errors import NotPinned, UserError
 from moejax.models.config import ModelConfig
 from pallas_kernels.records import RecordFormat
 
@@ -105,12 +105,17 @@ def new_store(
       PinnedRecords.
     - `shared`: shared memory for the store, which another process may have filled already.
 
-    Raises UserError where the device's pinned memory is too small.
+    Raises NotPinned where the device's pinned memory is too small for one array, and UserError
+    where host memory is.
     """
-    require_pinned_memory(device, layers * experts * layout.nbytes)
-    with user_errors(MemoryError, where=f"{source}: "):
-        lies = {} if shared is None else {"memory": shared.array, "filled": shared.filled}
+    lies = {} if shared is None else {"memory": shared.array, "filled": shared.filled}
+    try:
+        if new_builder is StoreBuilder:
+            require_pinned_memory(device, layers * experts * layout.nbytes)
         builder = new_builder(layout, layers, experts, device, **lies)
+    except MemoryError as error:
+        kind = UserError if shares_memory(device) else NotPinned
+        raise kind(f"{source}: {error}") from error
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
 

@@ -14,9 +14,10 @@ Checks on a real GPU. Run it first on a new card, after `moejax doctor`, and aft
 or driver. Exit status 1 where a check fails.
 
 kernels  every kernel configuration that dispatch may choose for the shapes named, compared with the
-         XLA reference on this device; right ones are written to the table that dispatch reads,
-         wrong ones are listed and left out. Saved one by one, the likeliest to be used first: what
-         is killed, or ends by --minutes, goes on where it was
+         XLA reference on this device, and a whole step of each shape, in processes of their own;
+         right ones are written to the table that starts read, wrong ones are listed. Saved one by
+         one, the likeliest to be used first: what is killed, or ends by --minutes, goes on where
+         it was
 engine   a model of the size of Qwen3-30B-A3B with random weights: 200 decode steps at four expert
          budgets, which must give equal bits
 """

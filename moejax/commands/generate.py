@@ -327,7 +327,9 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """Runs the job in this process. Returns its statistics as text for stderr."""
     # No bar where result lines go to the same terminal, since the two would mix.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
-    with start_llm(args, options) as llm:
+    # Kernels that were checked since the job began would give other bits.
+    with start_llm(args, {**work.chosen_before(), **options}) as llm:
+        work.chosen.update(llm.chosen)
         work.run(llm, progress=bar, warn=say)
         stats = llm.stats()
     return json.dumps(stats) if args.json else format_summary(stats)

@@ -32,12 +32,15 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes, page_note
 from moejax.device import (
+    ALLOCATOR,
     DEFAULT_PINNED_GIB,
     MEMORY_SHARES,
     NVIDIA_DRIVER,
     OLDEST_CAPABILITY,
     PINNED_LIMIT,
+    WSL_ALLOCATOR,
     host_bytes,
+    is_wsl,
     memory_share,
     nvidia_smi,
     pinned_gib,
@@ -76,7 +79,7 @@ _PTX = {13: "9.0", 12: "8.0"}
 
 ENVIRONMENT = (
     *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "XLA_FLAGS"),
-    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", ALLOCATOR),
     *(*MEMORY_SHARES, PINNED_LIMIT),
 )
 """Variables that change what jax does with a GPU."""
@@ -138,6 +141,8 @@ class Machine:
     """The instruction set of the native CPU ops, or why there are none."""
     pages: str
     """The kind of pages that host memory asks for."""
+    wsl: bool = False
+    """Whether it is a Linux inside Windows."""
     assembler: Assembler | None = None
     """The assembler; None: there is no ptxas, or jax has no CUDA."""
 
@@ -173,6 +178,7 @@ def look() -> Machine:
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
         native=why_not_cpu() or f"{instruction_set()} instructions",
         pages=page_note(),
+        wsl=is_wsl(),
         assembler=_assembler(versions, gpus[0].capability if gpus else "8.0"),
     )
 
@@ -219,8 +225,14 @@ def describe(machine: Machine) -> dict[str, str]:
     lock = "unlimited" if machine.memlock is None else format_bytes(machine.memlock)
     # CUDA pins through its driver, which that limit does not hold.
     lines["pinned memory"] = (
-        f"at most {pinned_limit(machine)} GiB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
+        f"{format_bytes(pinnable(machine))} can be pinned now, of at most {pinned_limit(machine)} "
+        f"GiB ({PINNED_LIMIT}); what is more stays in pageable memory; ulimit -l: {lock}"
     )
+    if machine.wsl:
+        lines["Windows"] = (
+            f"this is WSL, where jax gets {ALLOCATOR}={WSL_ALLOCATOR}, and Windows limits what can "
+            "be pinned"
+        )
     links = [gpu.link for gpu in machine.gpus[:1] if gpu.link]
     if measured := machine.backend.get("link"):
         links = [f"{measured / 1e9:.1f} GB/s measured, pinned host memory to device", *links]
@@ -256,6 +268,11 @@ def gpu_share(machine: Machine) -> int:
         gpu = machine.gpus[0]
         return int(gpu.memory * memory_share(gpu.memory, gpu.free))
     return limit
+
+
+def pinnable(machine: Machine) -> int:
+    """Returns the bytes of experts that pinned host memory holds now."""
+    return min(pinned_limit(machine) << 30, machine.host_available)
 
 
 def pinned_limit(machine: Machine) -> int:
@@ -376,6 +393,10 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
     if all(machine.environment.get(name) for name in MEMORY_SHARES):
         text = f"{' and '.join(MEMORY_SHARES)} are both set, which jax refuses"
         yield Problem(text, f"unset {MEMORY_SHARES[1]}")
+    allocator = machine.environment.get(ALLOCATOR)
+    if machine.wsl and allocator not in (None, WSL_ALLOCATOR):
+        text = f"{ALLOCATOR}={allocator} keeps jax in WSL from memory of 4 GiB in one piece"
+        yield Problem(text, f"unset {ALLOCATOR}")
     for gpu in machine.gpus[:1]:
         if gpu.free < gpu.memory / 2:
             text = f"other processes have {format_bytes(gpu.memory - gpu.free)} of {gpu.name}"

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from host_offload.memory.budget import Share
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.device import select_device
-from moejax.engine.loop import Engine
-from moejax.errors import UserError
-from moejax.requests.sampling_params import SamplingParams
+from moejax.errors import UserError, user_errors
 from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shape
 from moejax.start.options import Config
-from pallas_kernels import resolve_ops
+from moejax.start.whole_step import PATIENCE as STEP_PATIENCE
+from moejax.start.whole_step import digest_of_run, step_checks
+from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import CLASSES, shared_class
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import (
     Check,
-    Unverified,
+    Job,
     checks,
+    current,
     load_table,
-    outcomes,
-    write_table,
+    run_checks,
+    unverified,
+    why_no_kernels,
 )
-from pallas_kernels.verification.table import entry, file_name, unknown
+from pallas_kernels.verification.apart import PATIENCE
+from pallas_kernels.verification.table import file_name, write_table
 
 
 def check_device(
@@ -58,14 +60,20 @@ def check_device(
     Raises UserError without a GPU.
     """
     use_compilation_cache()
+    if "kernels" in parts:  # the checks' processes need the memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = select_device()
     if device.platform != "gpu" and not is_interpreted():
         raise UserError("there is no GPU here; nothing was checked")
     print(f"{device.device_kind}, jax {jax.__version__}, {device.client.platform_version}")
     failures = 0
     if "kernels" in parts:
-        wanted = shape_checks(shapes, dtypes, shared_class(device))
-        failures += check_kernels(device, wanted, tables, minutes=minutes)
+        job = Job(_cached_checks, (shapes, dtypes, shared_class(device)))
+        until = None if minutes is None else time.perf_counter() + 60 * minutes
+        failures += check_kernels(device, job, tables, until)
+        for dtype, name in itertools.product(dtypes, shapes):
+            job = Job(step_checks, (shape(name), dtype, right_ops(device, name, dtype, tables)))
+            failures += check_kernels(device, job, tables, until, patience=STEP_PATIENCE)
     if "engine" in parts:
         failures += check_engine(device, engine_shape, layers, steps)
     print("all checks passed" if not failures else f"{failures} checks FAILED")
@@ -87,70 +95,92 @@ layers that it cannot hold)."""
 
 
 def shape_checks(
-    shapes: Sequence[str], dtypes: Sequence[str], shared_kib: int = CLASSES[-1]
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    shared_kib: int = CLASSES[-1],
+    versions: Sequence[tuple[tuple[str, str], ...]] = VERSIONS,
 ) -> list[Check]:
     """Returns the checks of every kernel for these shapes on a class of devices
     (cards.shared_class), the likeliest to be used first: by dtype, then by versions, then by shape.
     """
     found: dict[str, Check] = {}
-    for dtype, versions, name in itertools.product(dtypes, VERSIONS, shapes):
-        if dtype != "bfloat16" and "lossless12" in str(versions):
+    for dtype, each, name in itertools.product(dtypes, versions, shapes):
+        if dtype != "bfloat16" and "lossless12" in str(each):
             continue
         config = shape(name)
-        ops = resolve_ops("auto", platform="gpu", dtype=dtype, shared_kib=shared_kib)
+        ops = _ops(dtype, shared_kib)
         kernels = kernel_shape(config, dtype, config.slot_layout(itemsize=2))
-        for check in checks(dataclasses.replace(kernels, versions=versions), ops):
+        for check in checks(dataclasses.replace(kernels, versions=each), ops):
             found.setdefault(check.key, check)
     return list(found.values())
 
 
+def right_ops(device: jax.Device, name: str, dtype: str, tables: Path) -> Ops:
+    """Returns the ops of a start with a model of this shape, by what the table has."""
+    kernels = shape_checks([name], [dtype], shared_class(device), VERSIONS[:1])
+    declined = why_no_kernels(kernels, current(device, tables))
+    return _ops(dtype, shared_class(device), declined)
+
+
+def _ops(dtype: str, shared_kib: int, declined: Mapping[str, str] | None = None) -> Ops:
+    return resolve_ops(
+        "auto", platform="gpu", dtype=dtype, shared_kib=shared_kib, no_kernel=declined
+    )
+
+
+def _cached_checks(*arguments: Any) -> list[Check]:
+    """Returns shape_checks in the process that runs them."""
+    use_compilation_cache()
+    return shape_checks(*arguments)
+
+
 def check_kernels(
     device: jax.Device,
-    wanted: Sequence[Check],
+    job: Job,
     tables: Path,
+    until: float | None = None,
     *,
-    minutes: float | None = None,
     threads: int | None = None,
+    patience: float = PATIENCE,
 ) -> int:
-    """Runs the checks that the device's table in the folder `tables` does not have yet, and writes
-    each passed one to the table. Returns how many failed.
+    """Runs the checks of the job that the device's table in the folder `tables` does not have yet,
+    in processes of their own, and writes each outcome to the table. Returns how many failed.
 
-    - `minutes`: no check begins later.
-    - `threads`: threads that compile at once, as in pallas_kernels.verification.outcomes.
+    - `until`: time.perf_counter() after which no check begins.
+    - `threads`, `patience`: as in pallas_kernels.verification.run_checks.
 
-    Raises UserError if the table cannot be written.
+    Raises UserError if the table cannot be written, or no process starts.
     """
-    path = tables / file_name(device)
-    # Entries of other shapes stay; entries of another source or driver do not count.
-    entries = load_table(path)
-    missing = unknown(wanted, device, entries)
+    path = tables / file_name(device.device_kind)
+    wanted = job.checks()
+    missing = unverified(wanted, current(device, tables))
     print(f"{len(wanted)} checks, {len(wanted) - len(missing)} of them in {path}", flush=True)
-    began = time.perf_counter()
+    try:  # entries of other shapes stay; entries of another source or driver do not count
+        write_table(path, device, load_table(path), len(missing))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); --tables names another folder"
+        ) from error
+    began = last = time.perf_counter()
     failed = done = 0
-    with contextlib.closing(outcomes(missing, device, threads)) as found:
-        while minutes is None or time.perf_counter() - began < 60 * minutes:
-            last = time.perf_counter()
-            if (one := next(found, None)) is None:
+    with (
+        user_errors(),
+        contextlib.closing(run_checks(job, missing, device, tables, threads, patience)) as found,
+    ):
+        while until is None or time.perf_counter() < until:
+            if (outcome := next(found, None)) is None:
                 break
-            check, result = one
-            done += 1
-            if isinstance(result, Unverified):
-                failed += 1
-                entries.pop(check.key, None)
-                print(f"WRONG {check.key}: {result}", flush=True)
+            seconds, last = time.perf_counter() - last, time.perf_counter()
+            if outcome.error is not None:
+                print(f"ok    {outcome.key}: {outcome.error:.1e}, {seconds:.1f} s", flush=True)
             else:
-                entries[check.key] = entry(check, result, device)
-                seconds = time.perf_counter() - last
-                print(f"ok    {check.key}: {result:.1e}, {seconds:.1f} s", flush=True)
-            try:
-                write_table(path, device, entries)
-            except OSError as error:
-                raise UserError(
-                    f"{path} cannot be written ({error.strerror}); --tables names another folder"
-                ) from error
+                word = "WRONG" if outcome.failed else "LEFT "
+                print(f"{word} {outcome.key}: {outcome.why}", flush=True)
+            done += outcome.failed or outcome.error is not None
+            failed += outcome.failed
     left = len(missing) - done
     took = time.perf_counter() - began
-    print(f"{done} checked in {took:.0f} s, {len(entries)} configurations in {path}")
+    print(f"{done} checked in {took:.0f} s, {len(load_table(path))} configurations in {path}")
     if left:
         print(f"{left} are left: run it again")
     return failed
@@ -180,7 +210,7 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
     for cells in (experts, experts // 2, experts // 8, 0):
         began = time.perf_counter()
         engine.set_budget([cells] * config.num_hidden_layers, budget.kv_slots)
-        found = _digest(engine, steps)
+        found = digest_of_run(engine, steps)
         wanted = wanted or found
         same, faults = found == wanted, engine.runner.faults()
         failed += not same
@@ -192,37 +222,8 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
         )
     # The same requests among 50 others: decode runs in its larger buckets of rows.
     engine.set_budget([experts] * config.num_hidden_layers, budget.kv_slots)
-    same = _digest(engine, steps, company=50) == wanted
+    same = digest_of_run(engine, steps, company=50) == wanted
     print(f"among 50 other requests: bits {'equal' if same else 'DIFFERENT'}")
     failed += not same
     engine.runner.delete()
     return failed
-
-
-def _digest(engine: Engine, steps: int, company: int = 0) -> str:
-    """Returns the sha256 over the logits of every sampled token of a fixed mix of requests.
-
-    - `company`: other requests that run beside them and do not count.
-    """
-    totals: dict[int, Any] = {}
-
-    def record(step) -> None:
-        rows = np.asarray(step.output.logits)
-        for row, request in step.sampled():
-            if id(request) in totals and request.finish_reason is None:
-                totals[id(request)].update(rows[row].tobytes())
-
-    rng = np.random.default_rng(0)
-    vocabulary = engine.runner.config.vocab_size
-    engine.listener = record
-    for length in (1, 17, 64, 65, 200, 300):
-        prompt = rng.integers(0, vocabulary, length).tolist()
-        params = SamplingParams(temperature=0.8, seed=length, max_tokens=steps, ignore_eos=True)
-        totals[id(engine.add(prompt, params))] = hashlib.sha256()
-    for _ in range(company):
-        prompt = rng.integers(0, vocabulary, 20).tolist()
-        engine.add(prompt, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True))
-    while not engine.idle:
-        engine.step()
-    engine.listener = None
-    return " ".join(total.hexdigest() for total in totals.values())

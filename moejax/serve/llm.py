@@ -33,7 +33,7 @@ from moejax.engine.statistics import (
     stream_stats,
     transfer_stats,
 )
-from moejax.errors import UserError, shown
+from moejax.errors import NotPinned, UserError, fallbacks, shown
 from moejax.forks import let_children_end
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig, record_version
@@ -55,14 +55,14 @@ from moejax.serve.generation import (
 )
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
-from moejax.start.decide.shapes import ops_in_use
-from moejax.start.decide.store_choice import store_builder
+from moejax.start.decide.store_choice import by_copies, estimate_store, store_builder
 from moejax.start.decide.transfers import cache_of, stored_versions
 from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import settings_of
+from moejax.start.whole_step import check_behind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -101,7 +101,12 @@ class LLM:
         settings = settings_of(options)
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
-        self.device = select_device(options.runtime.device, options.runtime.threads)
+        self.device = select_device(
+            options.runtime.device,
+            options.runtime.threads,
+            kernels=bool({"auto", "pallas"} & {*settings.ops.values()}),
+            store=estimate_store(settings),
+        )
         let_children_end()
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
@@ -112,7 +117,19 @@ class LLM:
         with ThreadPoolExecutor(1) as pool:
             words = directory if options.model.tokenizer is None else options.model.tokenizer
             tokenizer = pool.submit(load_tokenizer, words, options.model.tokenizer is not None)
-            loaded = self._load(settings, directory, builder)
+            try:
+                loaded = self._load(settings, directory, builder)
+            except NotPinned as error:
+                copies = by_copies(settings, self.device.platform)
+                if copies is None:
+                    raise
+                fallbacks.warning(
+                    "%s\nso driver host copies experts, from pageable memory as far as pinned is "
+                    "full: the same bits, but slower; moejax doctor says what can be pinned",
+                    error,
+                )
+                settings, builder = copies, store_builder(copies, self.device.platform)
+                loaded = self._load(settings, directory, builder)
             self._start.end("load", loaded.seconds)
             try:
                 self.engine, self.plan = start_engine(
@@ -138,6 +155,10 @@ class LLM:
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
         for note in self._notes:
             log.info("%s: %s", self.model, note)
+        if (kernels := self.plan.kernels) is not None:
+            if note := kernels.note():  # a user must see without a log why it is slow
+                fallbacks.warning(note)
+            check_behind(kernels, self.device)
 
     def _load(
         self,
@@ -177,6 +198,12 @@ class LLM:
     @property
     def config(self) -> ModelConfig:
         return self.engine.runner.config
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Options that decide bits, as this start chose them by what was verified on this machine.
+        With them, another start has the same bits. Empty if nothing depended on that."""
+        return {} if self.plan.kernels is None else {"ops": self.plan.steps.ops.chosen()}
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast | None:
         """The tokenizer of transformers, None if the model has none."""
@@ -375,7 +402,7 @@ class LLM:
                 "precision": precision_stats(settings.precision, control, engine, self._made),
                 "budget": {**settings.budget_stats(), **engine.resizer.stats()},
                 "jax": jax.__version__,
-                "ops": ops_in_use(runner.config, runner.ops),
+                "ops": self.plan.ops_in_use(),
                 "driver": runner.driver,
                 "trace_arrays": sorted(runner.steps.trace_arrays),
                 "control": control,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Event
 from host_offload.control.rules import search_of
-from host_offload.memory.arena import SlotArena
+from host_offload.memory.arena import ArenaError, SlotArena
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
@@ -26,12 +26,19 @@ from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.errors import user_errors
+from moejax.errors import UserError, fallbacks, user_errors
 from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
 from moejax.start.decide.transfers import add_packed_layout, automatic
-from moejax.start.kernels import native_note, verify_kernels
+from moejax.start.kernels import (
+    KernelChoice,
+    are_checked,
+    choose_kernels,
+    known_outcomes,
+    native_note,
+    verify_kernels,
+)
 from moejax.start.options import Config
 from moejax.start.probe import find_activation_bytes, step_costs
 from moejax.start.settings import settings_of
@@ -52,12 +59,14 @@ def start_engine(
     device: jax.Device,
     *,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+    check: bool = True,
 ) -> tuple[Engine, StartPlan]:
     """Builds the engine of a loaded model and returns it with its plan.
 
     - `loaded`: a model with the versions of the options' precision
       (moejax.checkpoints.versions.with_versions).
     - `tokenizer`: called when everything is decided.
+    - `check`: whether kernels run only if checks found them right on this device.
 
     Raises UserError, BudgetError or ArenaTooSmall. The model is freed if the build fails.
     """
@@ -67,7 +76,17 @@ def start_engine(
         *(own if own.keys() <= loaded.store.layouts.keys() else ("dense",))
     )
     loaded = add_packed_layout(loaded, settings, device.platform)
-    plan = probe_plan(loaded, settings, device)
+    most: int | None = None
+    while True:
+        plan = probe_plan(loaded, settings, device, check=check, most=most)
+        try:
+            engine = build(plan, loaded, device, tokenizer)
+            break
+        except ArenaError as error:
+            if not automatic(settings, device.platform):
+                raise UserError(f"{error}; lower memory (--memory)") from error
+            most = error.nbytes * 7 // 8
+            fallbacks.warning("%s\nit is tried again with an eighth less", error)
     rope = plan.steps.config.rope
     if rope.long:
         log.info(
@@ -81,15 +100,28 @@ def start_engine(
     for note in plan.budget.notes:
         # A user must see without a log what they asked for and do not get.
         log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
-    return build(plan, loaded, device, tokenizer), plan
+    return engine, plan
 
 
-def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> StartPlan:
+def probe_plan(
+    loaded: LoadedModel,
+    settings: Settings,
+    device: jax.Device,
+    *,
+    check: bool = True,
+    most: int | None = None,
+) -> StartPlan:
     """Returns the plan of a start on this device. Measures what the plan depends on first: the
     memory that steps need, if nothing else limits the arena, and the costs of steps, if policies
-    ask for them."""
+    ask for them.
+
+    - `check`: see start_engine.
+    - `most`: see FreeMemory.
+    """
     of_memory = automatic(settings, device.platform)
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
+    if facts.memory is not None:
+        facts = dataclasses.replace(facts, memory=dataclasses.replace(facts.memory, most=most))
     steps = step_spec(settings, model, facts)
     if settings.tiers is not None:
         facts = dataclasses.replace(facts, rates=measure_rates(steps, device))
@@ -104,19 +136,36 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
             runner.hold_maps(search)
         return runner
 
+    kernels: KernelChoice | None = None
+
+    def choose_ops(arena_bytes: int) -> None:
+        """Chooses the kernels of the steps for an arena of this size."""
+        nonlocal facts, steps, kernels
+        if not (check and are_checked(device)):
+            return
+        bare = facts
+
+        def specify(declined: Mapping[str, str]) -> StepSpec:
+            return step_spec(settings, model, dataclasses.replace(bare, declined=declined))
+
+        kernels = choose_kernels(specify, settings.ops, known_outcomes(device), arena_bytes)
+        facts = dataclasses.replace(facts, declined=kernels.declined)
+        steps = specify(kernels.declined)
+        verify_kernels(steps, device, arena_bytes)
+
     budget, memory = None, facts.memory
     try:
         budget = divide(settings, model, facts, steps, memory).budget
     except ArenaTooSmall:
         if memory is None or not of_memory:
             raise
-    else:  # before anything is compiled of them: a wrong kernel is refused by its name
-        verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
+    # Before anything is compiled of them.
+    choose_ops(0 if budget is None else budget.slots * steps.layout.slot_bytes)
     if memory is not None and of_memory and (budget is None or budget.cut):
         # Leave exactly what steps need.
         memory = dataclasses.replace(memory, activations=find_activation_bytes(steps, smallest))
         budget = divide(settings, model, facts, steps, memory).budget
-        verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
+        choose_ops(budget.slots * steps.layout.slot_bytes)
     assert budget is not None
     facts, slots = dataclasses.replace(facts, memory=memory), budget.slots
     costs = None
@@ -128,7 +177,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
         costs = step_costs(
             alone, lambda: make_runner(alone, loaded, device, slots=slots, bound=bound)
         )
-    return decide(settings, model, facts, costs)
+    return dataclasses.replace(decide(settings, model, facts, costs), kernels=kernels)
 
 
 def make_runner(

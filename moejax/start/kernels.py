@@ -1,52 +1,148 @@
-"""Verifies on this device the kernels that a model will run."""
+"""Chooses the kernels that a model runs, by what was verified on this device."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from host_offload.memory.layout import SlotLayout
-from moejax.cache import cache_root
+from moejax.cache import checked_folder, use_compilation_cache
 from moejax.checkpoints.tensors import layer_params, param_shape
 from moejax.errors import user_errors
 from moejax.models.attention.grouped_query import norms_apart
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from moejax.step.step_parts import StepSpec
+from pallas_kernels import Ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (
+    NOT_CHECKED,
+    SHIPPED,
     Check,
+    Job,
     ModelShape,
+    Outcome,
     checks,
+    current,
     require_verified,
+    why_no_kernels,
 )
+from pallas_kernels.verification.table import Entry
 
 log = logging.getLogger("moejax")
 
 
+def are_checked(device: jax.Device) -> bool:
+    """Whether kernels run on this device only after checks. Interpreted ones need none."""
+    return device.platform == "gpu"
+
+
+@functools.cache
+def known_outcomes(device: jax.Device) -> Mapping[str, Entry]:
+    """Returns the outcomes of checks that this process goes by: those that were known when it first
+    asked, so that all its models run the same kernels. Raises UserError for a damaged table."""
+    with user_errors():
+        return current(device, SHIPPED, checked_folder())
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """Which kernels a start runs of those that `ops` leaves to it."""
+
+    declined: Mapping[str, str]
+    """Op that runs in XLA → why not its kernel."""
+    tried: StepSpec
+    """The steps with every kernel that was found right, whether or not the whole step was."""
+    specify: Callable[[Mapping[str, str]], StepSpec]
+    """Makes the steps with these kernels declined."""
+    asked: Mapping[str, str]
+    """Op → the implementation that options name, or "auto"."""
+    arena_bytes: int
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a check did not run yet."""
+        return NOT_CHECKED in self.declined.values()
+
+    def note(self) -> str:
+        """Returns two lines for people about what was declined, "" if nothing was."""
+        if not self.declined:
+            return ""
+        failed = list(dict.fromkeys(why for why in self.declined.values() if why != NOT_CHECKED))
+        reason = failed[0] if failed else NOT_CHECKED
+        more = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""
+        then = "moejax check-gpu tries again; please report it"
+        if self.waiting:
+            then = "the checks run beside this process and count from the next start"
+        return f"in XLA, not as kernels: {', '.join(self.declined)}; {reason}{more}\n{then}"
+
+
+def choose_kernels(
+    specify: Callable[[Mapping[str, str]], StepSpec],
+    asked: Mapping[str, str],
+    known: Mapping[str, Entry],
+    arena_bytes: int,
+) -> KernelChoice:
+    """Declines the kernels that no check of this device has found right, and all of them if a whole
+    step with the others was not right. Only ops that are "auto" are declined.
+
+    - `known`: outcomes of checks on this device.
+    - Others: see KernelChoice.
+    """
+    declined: dict[str, str] = {}
+    while True:
+        steps = specify(declined)
+        found = why_no_kernels(start_checks(steps, arena_bytes), known)
+        new = {op: why for op, why in found.items() if asked[op] == "auto" and op not in declined}
+        if not new:
+            break
+        declined |= new
+    whole = known.get(step_key(steps.config, steps.dtype, steps.ops))
+    if whole is None or whole.why:
+        why = NOT_CHECKED if whole is None else whole.why
+        kernels = [op for op, name in steps.ops.chosen().items() if name == "pallas"]
+        declined |= {op: why for op in kernels if asked[op] == "auto"}
+    return KernelChoice(declined, steps, specify, asked, arena_bytes)
+
+
+def step_key(config: ModelConfig, dtype: str, ops: Ops) -> str:
+    """Returns the key of the check of a whole step with these kernels."""
+    shape = kernel_shape(config, dtype, config.slot_layout(itemsize=2))
+    kernels = [op for op, name in ops.chosen().items() if name == "pallas"]
+    digest = hashlib.sha256(repr((shape, kernels)).encode()).hexdigest()[:12]
+    sizes = f"{config.num_experts} experts {config.moe_intermediate_size}x{config.hidden_size}"
+    return f"step {sizes}, {len(kernels)} kernels {digest} {dtype}"
+
+
+def kernel_job(steps: StepSpec, arena_bytes: int) -> list[Check]:
+    """Returns start_checks in the process that runs them."""
+    use_compilation_cache()
+    return start_checks(steps, arena_bytes)
+
+
 def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
-    """Makes sure that every kernel of these steps was found right on this device: from the
-    package's table, else by running the checks once (compiled first, see docs/how-to/gpu.md) and
-    keeping the result in the cache directory. Kernels that only other starts of the model run are
-    not checked, nor are interpreted kernels.
+    """Makes sure that every kernel of these steps was found right on this device: from a table,
+    else by running the checks once, in processes of their own, and keeping the results in the cache
+    directory. Kernels that only other starts of the model run are not checked.
 
     - `arena_bytes`: size of the arena; it decides which kernels run.
 
     Raises UserError for a configuration that is wrong.
     """
-    if device.platform != "gpu":
-        return
 
-    def report(check: Check, error: float) -> None:
-        log.debug("the kernel for %s is right: %.1e", check.key, error)
+    def report(outcome: Outcome) -> None:
+        log.debug("the kernel for %s is right: %.1e", outcome.key, outcome.error)
 
+    job = Job(kernel_job, (steps, arena_bytes))
     with user_errors():
         wanted = start_checks(steps, arena_bytes)
-        require_verified(wanted, device, cache_root() / "verified", report)
+        require_verified(job, wanted, device, checked_folder(), report)
 
 
 def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:

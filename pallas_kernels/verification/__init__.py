@@ -5,25 +5,37 @@ dispatch may choose for a model is compared with the XLA reference on the device
 device, jax version and source: the results are in `table`, checked before a model runs.
 """
 
+from pallas_kernels.verification.apart import CannotCheck, Job
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape
 from pallas_kernels.verification.checks import checks
-from pallas_kernels.verification.outcomes import Unverified, outcomes
+from pallas_kernels.verification.outcomes import Outcome, Unverified, outcomes
 from pallas_kernels.verification.table import (
+    NOT_CHECKED,
+    SHIPPED,
+    current,
     load_table,
     require_verified,
+    run_checks,
     unverified,
-    write_table,
+    why_no_kernels,
 )
 
 __all__ = [
     "FEW_ROWS",
+    "NOT_CHECKED",
+    "SHIPPED",
+    "CannotCheck",
     "Check",
+    "Job",
     "ModelShape",
+    "Outcome",
     "Unverified",
     "checks",
+    "current",
     "load_table",
     "outcomes",
     "require_verified",
+    "run_checks",
     "unverified",
-    "write_table",
+    "why_no_kernels",
 ]

@@ -116,6 +116,10 @@ class Check:
     beside: tuple[str, ...] = ()
     """Other ops that are fused into this kernel: it runs only if they run as kernels too."""
 
+    def prepare(self, device: jax.Device) -> Prepared:
+        """See `prepare`."""
+        return prepare(self, device)
+
     def error(self, device: jax.Device) -> float:
         """The largest deviation of the kernel from the reference, as `tolerance` measures it;
         infinite if only one of them has a NaN."""

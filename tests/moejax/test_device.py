@@ -1,6 +1,7 @@
 """Which device runs, on machines that are not this one."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from moejax import UserError, device
+from moejax.cache import checked_folder
 from moejax.device import (
     MEMORY_SHARES,
     PINNED_LIMIT,
@@ -19,6 +21,7 @@ from moejax.device import (
     select_device,
     take_free_memory,
 )
+from pallas_kernels.verification.table import file_name
 
 
 @dataclasses.dataclass
@@ -68,6 +71,27 @@ def test_the_cap_on_pinned_memory_is_the_machine_s_in_gib():
     assert pinned_gib(16 << 30) == 64  # jax's own, which a smaller machine keeps
 
 
+def test_the_cap_keeps_jax_from_doubling_a_store_that_then_does_not_fit():
+    store = 54 << 30
+    assert pinned_gib(96 << 30, 90 << 30, store) == 96
+    assert pinned_gib(96 << 30, 60 << 30, store) == pinned_gib(62 << 30, None, store) == 58
+
+
+def test_wsl_gets_the_asynchronous_allocator(monkeypatch, tmp_path):
+    release = tmp_path / "osrelease"
+    monkeypatch.setattr(device, "KERNEL_RELEASE", release)
+    monkeypatch.setattr(device, "_cpu_was_asked_for", lambda: False)
+    monkeypatch.setattr(device, "take_free_memory", lambda **_: None)
+    monkeypatch.setattr(device.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setenv(PINNED_LIMIT, "64")
+    for name, allocator in (("6.8.0-generic", None), ("6.6.87.2-microsoft-WSL2", "cuda_async")):
+        monkeypatch.setenv(device.ALLOCATOR, "")
+        del os.environ[device.ALLOCATOR]
+        release.write_text(name)
+        select_device(jax.devices()[0])
+        assert os.environ.get(device.ALLOCATOR) == allocator
+
+
 def fake_smi(folder, text, status=0):
     """A nvidia-smi that prints this."""
     script = folder / "nvidia-smi"
@@ -88,12 +112,12 @@ def bare(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("smi", "share"),
     [
-        ("16384, 16384", "0.9375"),  # 1 GiB is left
-        ("143771, 143771", "0.9800"),  # 2% of a large one
-        ("16384, 12288", "0.6875"),  # another process has 4 GiB
-        ("16384, 512", "0.0500"),
-        ("16384, 16384\n16384, 8192", "0.4375"),  # the fuller of two
-        ("[N/A], [N/A]", ""),
+        ("A, 16384, 16384", "0.9375"),  # 1 GiB is left
+        ("A, 143771, 143771", "0.9800"),  # 2% of a large one
+        ("A, 16384, 12288", "0.6875"),  # another process has 4 GiB
+        ("A, 16384, 512", "0.0500"),
+        ("A, 16384, 16384\nA, 16384, 8192", "0.4375"),  # the fuller of two
+        ("A, [N/A], [N/A]", ""),
         ("No devices were found", ""),
     ],
 )
@@ -103,9 +127,23 @@ def test_jax_takes_what_is_free(bare, smi, share):
     assert os.environ[MEMORY_SHARES[0]] == share
 
 
+def test_checks_that_wait_have_memory_beside(bare, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(bare))
+    fake_smi(bare, "RTX A, 24576, 24576")
+    take_free_memory(kernels=True)  # there is no table of this GPU
+    assert os.environ[MEMORY_SHARES[0]] == "0.7083"  # 6 GiB, and the GiB
+    table = checked_folder() / file_name("RTX A")
+    table.parent.mkdir(parents=True)
+    for left, share in ((3, "0.7083"), (0, "0.9583")):
+        table.write_text(json.dumps({"left": left, "checks": {}}))
+        monkeypatch.setenv(MEMORY_SHARES[0], "")
+        take_free_memory(kernels=True)
+        assert os.environ[MEMORY_SHARES[0]] == share
+
+
 @pytest.mark.parametrize("name", MEMORY_SHARES)
 def test_a_share_that_was_set_stays(bare, monkeypatch, name):
-    fake_smi(bare, "16384, 16384")
+    fake_smi(bare, "A, 16384, 16384")
     monkeypatch.setenv(name, "0.5")
     take_free_memory()
     assert os.environ[name] == "0.5"
@@ -115,7 +153,7 @@ def test_a_share_that_was_set_stays(bare, monkeypatch, name):
 def test_no_nvidia_smi_or_one_that_fails_changes_nothing(bare):
     take_free_memory()
     assert os.environ[MEMORY_SHARES[0]] == ""
-    fake_smi(bare, "16384, 16384", status=9)
+    fake_smi(bare, "A, 16384, 16384", status=9)
     take_free_memory()
     assert os.environ[MEMORY_SHARES[0]] == ""
 
@@ -133,7 +171,7 @@ def test_only_visible_gpus_are_asked_for(bare, monkeypatch):
 @pytest.mark.slow
 def test_the_share_is_set_before_the_backend_starts(tmp_path):
     """In a process that would use a GPU; one that asks for the CPU has none set."""
-    fake_smi(tmp_path, "16384, 16384")
+    fake_smi(tmp_path, "A, 16384, 16384")
     code = (
         "import os\n"
         "from moejax import device\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 
 import jax
@@ -13,15 +14,24 @@ from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
 from pallas_kernels.triton import interpreted
 from pallas_kernels.verification import (
+    NOT_CHECKED,
+    CannotCheck,
+    Job,
     ModelShape,
     Unverified,
     checks,
+    current,
     load_table,
     outcomes,
     require_verified,
+    run_checks,
     table,
+    unverified,
+    why_no_kernels,
 )
+from pallas_kernels.verification.apart import outcomes_apart
 from pallas_kernels.verification.check import IMPLEMENTATIONS, make_check, prepare
+from tests.pallas_kernels.faulty_checks import make_checks, toy_job
 
 SMALL = ModelShape(
     hidden=64,
@@ -130,26 +140,6 @@ LATENT = dataclasses.replace(
 )
 
 
-def test_what_was_checked_is_not_checked_again(tmp_path):
-    wanted, device, ran = small_checks(rms_norm="pallas"), jax.devices()[0], []
-
-    def report(check, error):
-        ran.append(check.key)
-
-    assert require_verified(wanted, device, tmp_path, report) == len(wanted) == len(ran)
-    assert require_verified(wanted, device, tmp_path, report) == 0
-    path = tmp_path / table.file_name(device)
-    assert load_table(path)[wanted[0].key].error <= wanted[0].tolerance
-    written = json.loads(path.read_text())
-    assert written["jax"] == jax.__version__ and written["device"] == device.device_kind
-    # Another source of the kernel is another kernel, and so is another driver.
-    for field in ("source", "runtime"):
-        written["checks"][wanted[0].key][field] = "0" * 16
-        path.write_text(json.dumps(written))
-        assert require_verified(wanted, device, tmp_path) == 1
-        written = json.loads(path.read_text())
-
-
 def toy_checks(count, run=None, arena=False):
     """Checks that take no kernel: of operands i, optionally of an arena that changes in place."""
 
@@ -166,14 +156,6 @@ def toy_checks(count, run=None, arena=False):
     ]
 
 
-def test_each_check_is_kept_before_the_next_one_ends(tmp_path):
-    """Whoever is killed loses the check that runs."""
-    wanted, device = toy_checks(5), jax.devices()[0]
-    path, kept = tmp_path / table.file_name(device), []
-    require_verified(wanted, device, tmp_path, lambda *_: kept.append(len(load_table(path))), 3)
-    assert kept == [1, 2, 3, 4, 5]
-
-
 def test_checks_compile_at_once_and_run_in_order():
     """Four threads wait for each other while they trace; only one check runs at a time."""
     barrier, device = threading.Barrier(4, timeout=60), jax.devices()[0]
@@ -184,19 +166,8 @@ def test_checks_compile_at_once_and_run_in_order():
         return x
 
     wanted = toy_checks(8, run)
-    assert [check for check, error in outcomes(wanted, device, 4) if error == 0] == wanted
-
-
-def test_a_check_that_fails_stops_no_other():
-    def broken(name, x):
-        if name == "pallas":
-            raise RuntimeError("no such instruction")
-        return x
-
-    wanted = [*toy_checks(1), *toy_checks(1, broken), *toy_checks(1)]
-    found = [result for _, result in outcomes(wanted, jax.devices()[0], 2)]
-    assert found[0] == found[2] == 0
-    assert isinstance(found[1], Unverified) and "no such instruction" in str(found[1])
+    found = [outcome.key for outcome in outcomes(wanted, device, 4) if outcome.error == 0]
+    assert found == [check.key for check in wanted]
 
 
 def test_the_arena_is_donated_and_compared():
@@ -216,43 +187,96 @@ def test_the_arena_is_donated_and_compared():
     assert unseen.error(device) == 0
 
 
-def test_a_wrong_kernel_is_refused_by_name(tmp_path, monkeypatch):
-    def wrong(x, weights, layer, eps):
-        return reference.rms_norm(x, weights, layer, eps).at[5, 7].multiply(1.1)
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (lambda x, *_: reference.rms_norm(x, *_).at[5, 7].multiply(1.1), "is wrong on .* by "),
+        (lambda x, *_: x * jnp.nan, ".* deviates by inf"),
+        (lambda *_: 1 / 0, r"does not run on .*division by zero"),
+    ],
+)
+def test_a_kernel_that_fails_is_named(monkeypatch, kernel, why):
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", kernel)
+    (outcome,) = outcomes(small_checks(rms_norm="pallas"), jax.devices()[0])
+    assert outcome.failed and re.search(f"rms_norm 64 bfloat16 {why}", outcome.why)
 
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", wrong)
-    wanted = small_checks(rms_norm="pallas")
-    with pytest.raises(
-        Unverified, match=r"rms_norm 64 bfloat16 is wrong on .*use ops=rms_norm=xla"
-    ):
-        require_verified(wanted, jax.devices()[0], tmp_path)
-    assert not list(tmp_path.iterdir())
+
+# ---- in processes of their own
+
+CPU = jax.devices()[0]
 
 
-def test_a_kernel_that_gives_nan_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", lambda x, *_: x * jnp.nan)
-    with pytest.raises(Unverified, match="deviates by inf"):
-        require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
+def toy_keys(*numbers):
+    return [f"fill toy {number} uint16" for number in numbers]
+
+
+def table_of(folder):
+    return load_table(folder / table.file_name(CPU.device_kind))
+
+
+def test_what_was_checked_is_not_checked_again(tmp_path):
+    job, kept = toy_job(5), []
+    wanted = job.checks()
+    ran = require_verified(
+        job, wanted, CPU, tmp_path, lambda _: kept.append(len(table_of(tmp_path)))
+    )
+    assert ran == 5 and kept == [1, 2, 3, 4, 5]  # whoever is killed loses the check that runs
+    assert require_verified(job, wanted, CPU, tmp_path) == 0
+    path = tmp_path / table.file_name(CPU.device_kind)
+    assert table.left_over(CPU.device_kind, tmp_path) == 0
+    written = json.loads(path.read_text())
+    assert written["jax"] == jax.__version__ and written["device"] == CPU.device_kind
+    # Another source of the kernel is another kernel, and so is another driver.
+    for number, field in enumerate(("source", "runtime")):
+        written["checks"][wanted[number].key][field] = "0" * 16
+    path.write_text(json.dumps(written))
+    assert unverified(wanted, current(CPU, tmp_path)) == toy_keys(0, 1)
+
+
+@pytest.mark.slow
+def test_a_fault_is_that_of_one_check():
+    """Whatever a kernel does, every other one is checked."""
+    faults = {"wrong": 1, "raises": 3, "poisons": 4, "aborts": 6, "crashes": 8, "hangs": 9}
+    job = toy_job(12, **faults)
+    found = {o.key: o for o in outcomes_apart(job, toy_keys(*range(12)), CPU, 2, patience=8)}
+    assert [*sorted(found)] == sorted(toy_keys(*range(12)))
+    faults.pop("poisons")  # its own numbers are right, and so are the others' without it
+    assert {o.key for o in found.values() if o.failed} == {*toy_keys(*faults.values())}
+    said = [found[key].why for key in toy_keys(*faults.values())]
+    parts = "deviates by inf", "no such instruction", "(SIGABRT", "(SIGSEGV", "(it hangs)"
+    assert all(part in why for part, why in zip(parts, said, strict=True))
+
+
+@pytest.mark.slow
+def test_failures_are_remembered_and_come_last(tmp_path):
+    job = toy_job(4, wrong=0, **{"lacks memory": 1})
+    wanted = job.checks()
+    for _ in run_checks(job, toy_keys(0, 1, 2), CPU, tmp_path):
+        pass
+    known = current(CPU, tmp_path)
+    assert {*known} == {*toy_keys(0, 2)}  # no memory is no fault of a kernel
+    assert unverified(wanted, known) == toy_keys(1, 3, 0)
+    assert "is wrong on cpu" in why_no_kernels(wanted, known)["fill"]
+    assert why_no_kernels(wanted[1:], known) == {"fill": NOT_CHECKED}
+    assert table.left_over(CPU.device_kind, tmp_path) == 1
+    with pytest.raises(Unverified, match=r"is wrong on cpu .*; use ops=fill=xla and report it"):
+        require_verified(job, wanted[:1], CPU, tmp_path)
+
+
+def test_processes_that_do_not_start_are_no_fault_of_a_kernel(tmp_path):
+    job = Job(make_checks, (1, {}, "fill", "an argument too many"))
+    with pytest.raises(CannotCheck, match="no check can start: exit status 1, TypeError"):
+        [*outcomes_apart(job, toy_keys(0), CPU)]
 
 
 def test_a_damaged_table_says_which_file(tmp_path):
-    path = tmp_path / table.file_name(jax.devices()[0])
-    path.write_text('{"checks": {"a": {}}}')
+    (tmp_path / table.file_name(CPU.device_kind)).write_text('{"checks": {"a": {}}}')
     with pytest.raises(ValueError, match=r"is not a table of checked kernels .* delete it"):
-        require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
-
-
-def test_a_kernel_that_does_not_compile_is_refused_by_name(tmp_path, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("Shared memory size limit exceeded")
-
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", broken)
-    message = r"rms_norm 64 bfloat16 does not run on .*Shared memory.*use ops=rms_norm=xla"
-    with pytest.raises(Unverified, match=message):
-        require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
+        current(CPU, tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path / "file")
-    assert "checked at every start" in caplog.text
+    job = toy_job(1)
+    assert require_verified(job, job.checks(), CPU, tmp_path / "file") == 1
+    assert "no check is remembered" in caplog.text

@@ -21,6 +21,9 @@ from moejax.serve.batch.lines import MOST_LINE, Line, read_lines
 from moejax.serve.batch.result_file import ResultFile, open_results
 from moejax.serve.batch.result_lines import failure, success
 
+CHOSEN = "chosen"
+"""Name of OpenJob.chosen beside the options of a result."""
+
 MOST_MESSAGE = 500
 """Most characters of the message about a bad line, which may quote the line."""
 
@@ -137,6 +140,9 @@ class OpenJob:
     """Number of input lines that are not blank; None if the input can be read only once."""
     errors: int = 0
     """Number of errors among the results."""
+    chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What a start chose by itself that decides bits, such as ops. It is written beside the options
+    of a result, and a job that goes on gives it to its start."""
     turns: Counter[str] = dataclasses.field(default_factory=Counter)
     """Turns of each session that have not ended; empty if the input can be read only once."""
     open_sessions: set[str] = dataclasses.field(default_factory=set)
@@ -147,6 +153,12 @@ class OpenJob:
     """Whether this run has written its options beside a result."""
     _ended_by: str | None = None
     """The bad line that ends the job, and why."""
+
+    def chosen_before(self) -> dict[str, Any]:
+        """Returns what the start chose that made the results there are."""
+        if self.job.overwrite or not self.results.regular:
+            return {}
+        return (self.results.options() or {}).get(CHOSEN, {})
 
     @property
     def done(self) -> int:
@@ -232,7 +244,7 @@ class OpenJob:
     def _keep_result(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
         try:
             with as_user_error("the result cannot be written as JSON"):
-                options = None if self._said else self.job.options
+                options = None if self._said else {**self.job.options, CHOSEN: self.chosen}
                 result = success(line, output, self.job.model, options)
         except UserError as error:
             self._bad(line, str(error), warn)
@@ -316,7 +328,7 @@ def _difference(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
         return "another line, model, dtype, seed or sampling option"
     # As JSON gives them back.
     now = json.loads(json.dumps(now))
-    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    names = [n for n in {**was, **now} if n != CHOSEN and was.get(n) != now.get(n)]
     each = [f"{n} was {_show_option(n, was)}, is {_show_option(n, now)}" for n in names]
     return "; ".join(each) or "another line"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
@@ -68,6 +69,8 @@ class DeviceFacts:
     """Shared memory of a program in KiB, as `pallas_kernels.cards.shared_class` rounds it."""
     memory: FreeMemory | None = None
     """Free memory; None: the device does not report it, and the user gave a limit."""
+    declined: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Op whose kernel must not run here → why."""
     rates: TierRates | None = None
     """Rates of the backends that layers stream from, if tiers were asked for."""
 

@@ -36,6 +36,7 @@ from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.store_choice import explain_donation, why_cells
 from moejax.start.decide.stream import staged_bytes, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, queue_of
+from moejax.start.kernels import KernelChoice
 from moejax.start.precision import (
     checkpoint_notes,
     expert_budget_of,
@@ -80,6 +81,15 @@ class StartPlan:
     """The engine as policies see it, without the router's weights."""
     admission: int
     """Prompts that a prefill step waits for while others decode."""
+    kernels: KernelChoice | None = None
+    """Which kernels run, on a GPU."""
+
+    def ops_in_use(self) -> dict[str, str]:
+        """Returns the implementation of each op, with the reason where it is not the kernel that
+        could run."""
+        declined = {} if self.kernels is None else self.kernels.declined
+        ops = ops_in_use(self.steps.config, self.steps.ops)
+        return {op: f"{n}: {declined[op]}" if op in declined else n for op, n in ops.items()}
 
     def describe(self) -> dict[str, str]:
         """Returns the decisions, a line for people under each name."""
@@ -105,7 +115,7 @@ class StartPlan:
             memory = f"{format_bytes(free.available)} of {format_bytes(free.free)}"
         versions = [f.store.version for f in steps.formats] if steps.formats else ["dense"]
         config, shapes, dtype = steps.config, steps.shapes, steps.dtype
-        ops, block = ops_in_use(config, steps.ops), steps.layout.page.block_size
+        ops, block = self.ops_in_use(), steps.layout.page.block_size
         return {
             "device": f"{steps.device_kind}, free for the arena: {memory}",
             "model": f"{sum(config.moe_layers)} layers of {config.num_experts} experts, {dtype}",
@@ -149,7 +159,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             dtype=model.dtype,
             no_kernel=without_kernel(config)
             | apart(options.transfer.driver.name, formats)
-            | why_no_kernel(versions, config.xla_only),
+            | why_no_kernel(versions, config.xla_only)
+            | dict(device.declined),
             no_native=why_no_native(versions, config.xla_only) | without_native(config),
             shared_kib=device.shared_kib,
         )

@@ -3,9 +3,14 @@ need no cells; and the native library may own the arena's memory."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable
 
 from host_offload.memory.store import StoreBuilder
+from moejax.errors import UserError
+from moejax.models.config import load_config
+from moejax.models.hub import is_hub_id, model_directory
 from moejax.start.choices import Settings
 from moejax.start.conflicts import Situation, find_cell_options, refuse_conflicts
 from moejax.start.decide.transfers import new_builder
@@ -53,3 +58,38 @@ def store_builder(settings: Settings, platform: str) -> Callable[..., StoreBuild
     platform cannot have with any model."""
     refuse_conflicts(Situation(settings, platform))
     return new_builder(settings, platform)
+
+
+def by_copies(settings: Settings, platform: str) -> Settings | None:
+    """Returns the settings with jax's own copies of separate arrays instead of ops that read one
+    pinned array, which is slower and has the same bits. None if an option or version excludes
+    them, or asked for other transfers."""
+    transfer = settings.options.transfer
+    if transfer.driver.name != "device" or transfer.transfers.name is not None:
+        return None
+    moved = dataclasses.replace(
+        transfer, driver=dataclasses.replace(transfer.driver, name="host"), transfers="queue"
+    )
+    options = dataclasses.replace(settings.options, transfer=moved)
+    found = dataclasses.replace(settings, options=options)
+    try:
+        refuse_conflicts(Situation(found, platform))
+    except UserError:
+        return None
+    return found
+
+
+def estimate_store(settings: Settings) -> int:
+    """Returns the bytes of the model's experts in pinned memory, by its config alone; 0 if it does
+    not say, or if they are elsewhere."""
+    if settings.options.memory.store.name != "memory":
+        return 0
+    model = settings.options.model.model
+    try:
+        found = model_directory(model, config_only=True)
+        config = load_config(os.path.dirname(found) if is_hub_id(model) else found)
+        itemsize = 4 if settings.options.model.dtype in ("float", "float32") else 2
+        records = config.slot_layout(itemsize, settings.versions).records
+    except ValueError:  # the load says what is wrong
+        return 0
+    return sum(record.nbytes for record in records) * sum(config.moe_layers) * config.num_experts

@@ -85,7 +85,8 @@ def test_nothing_is_wrong_with_a_good_machine():
     assert lines["jax takes"] == "136.8 GiB"  # not 75%
     assert lines["link"].startswith("52.0 GB/s measured") and "16 of 16" in lines["link"]
     assert lines["assembler"] == "ptxas 13.0.88, /venv/nvidia/cu13/bin/ptxas"
-    assert "at most 128 GiB" in lines["pinned memory"] and "ulimit -l: 8" in lines["pinned memory"]
+    assert "100 GiB can be pinned now, of at most 128 GiB" in lines["pinned memory"]
+    assert "ulimit -l: 8" in lines["pinned memory"]
     assert "expert_ffn" in lines["runs as pallas"]
     assert lines["native CPU ops"] == "avx2 instructions"
     assert "check-gpu --kernels" in next_step(GOOD, [])
@@ -230,6 +231,32 @@ def test_lines_of_a_smaller_card():
         "lanes_missing": True,
     }
     assert doctor._link(["[N/A]", "16", "16"]) == {}
+
+
+def test_wsl_is_named_with_the_allocator_that_works_there():
+    machine = dataclasses.replace(GOOD, gpus=(RTX,), wsl=True)
+    assert judge(machine) == []
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in describe(machine)["Windows"]
+    assert "Windows" not in describe(GOOD)
+    other = dataclasses.replace(machine, environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"})
+    (problem,) = judge(other)
+    assert "4 GiB in one piece" in problem.what
+    assert problem.mend == "unset XLA_PYTHON_CLIENT_ALLOCATOR"
+
+
+def test_an_rtx_5090_where_16_gib_can_be_pinned():
+    card = Gpu("NVIDIA GeForce RTX 5090", "580.95", "12.0", 32607 << 20, 32000 << 20)
+    machine = dataclasses.replace(
+        GOOD, gpus=(card,), backend={"devices": [device(capability="12.0")], "said": []}
+    )
+    assert judge(machine) == []
+    little = dataclasses.replace(machine, host_available=16 << 30)
+    limited = dataclasses.replace(machine, environment={doctor.PINNED_LIMIT: "16"})
+    for each, limit in ((little, 128), (limited, 16)):
+        said = describe(each)["pinned memory"]
+        assert said.startswith(f"16 GiB can be pinned now, of at most {limit} GiB")
+        assert "what is more stays in pageable memory" in said
+    assert "leaves little" in judge(limited)[0].what
 
 
 OLD_PTXAS = """\

@@ -69,6 +69,7 @@ class FakeLLM:
 
     def __init__(self, model="demo", **options):
         type(self).made += 1
+        self.chosen = {"ops": options.get("ops", "those of now")}
         self.generated_tokens = 0
         self.sessions: dict[str, str] = {}
         self.ended: list[str] = []
@@ -496,6 +497,22 @@ def test_a_job_goes_on_with_what_it_began_with_or_not_at_all(fake, tmp_path, dem
     config.write_text(config.read_text().replace("1e-06", "1e-05"))
     status, said = job("--precision", "int2")
     assert status == 2 and "weights was '" in said and out.read_bytes() == half
+
+
+def test_a_job_keeps_the_ops_that_its_start_chose(fake, monkeypatch, tmp_path):
+    """Kernels that were checked since then would give other bits."""
+    source, out, made = write(tmp_path / "in", *PROMPTS), tmp_path / "out", []
+
+    class Chosen(FakeLLM):
+        def __init__(self, model="demo", **options):
+            super().__init__(model, **options)
+            made.append(options.get("ops"))
+
+    monkeypatch.setattr(moejax, "LLM", Chosen, raising=False)
+    for overwrite in ((), (), ("--overwrite",)):
+        assert cli.main(["generate", "--input", source, "--output", str(out), *overwrite]) == 0
+        out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:3]))
+    assert made == [None, "those of now", None]
 
 
 def removed(path):

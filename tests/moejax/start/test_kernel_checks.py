@@ -1,19 +1,28 @@
-"""Which kernels a start checks."""
+"""Which kernels a start checks, and what runs where they were not found right."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import pytest
 
+import tests.pallas_kernels.cpu_lowerings  # noqa: F401  (what the interpreter lacks)
+from moejax import LLM, SamplingParams
+from moejax.cache import checked_folder
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
-from moejax.start import kernels
+from moejax.start import build, kernels, whole_step
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
-from moejax.start.kernels import start_checks, verify_kernels
+from moejax.start.kernels import choose_kernels, known_outcomes, start_checks
+from moejax.start.whole_step import step_checks
 from moejax.step.step_parts import StepSpec
-from pallas_kernels import resolve_ops
-from pallas_kernels.rms_norm import api
+from pallas_kernels import OPS, dispatch, resolve_ops
 from pallas_kernels.triton import interpreted
+from pallas_kernels.verification import NOT_CHECKED, current, run_checks, table
+from tests.pallas_kernels.faulty_checks import start_job, step_job
+
+CPU = jax.devices()[0]
 
 GiB = 1 << 30
 
@@ -50,47 +59,115 @@ def test_experts_of_steps_without_buckets_are_checked(rows):
         assert any(run in check.rows for check in needed if check.op == op)
 
 
-@dataclasses.dataclass
-class Gpu:
-    """The CPU in the place of a GPU."""
+# ---- a CPU whose kernels run only after checks, interpreted
 
-    platform: str = "gpu"
+ON_GPU = {**dict.fromkeys(OPS, "xla"), "rms_norm": "auto", "combine": "auto"}
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """Checks that are made run on the CPU, interpreted, and are kept in a folder."""
-    cpu, ran = jax.devices()[0], []
-    require = kernels.require_verified
-
-    def required(wanted, device, cache, report=None, threads=None):
-        ran.append([check.key for check in wanted])
-        return require(wanted, cpu, cache, report, threads)
-
-    monkeypatch.setattr(kernels, "require_verified", required)
-    monkeypatch.setattr(kernels, "cache_root", lambda: tmp_path)
+    monkeypatch.setitem(dispatch.AUTO, "cpu", ("pallas", "xla"))
+    monkeypatch.setattr(build, "are_checked", lambda device: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known_outcomes.cache_clear()
     with interpreted():
-        yield ran
+        yield
+    known_outcomes.cache_clear()
 
 
-NORMS = dict.fromkeys(("rms_norm", "route"), "pallas")
+@pytest.fixture
+def faulty(gpu, monkeypatch):
+    """faulty(fault): kernels with it, in the processes of checks too."""
+    for module in (kernels, whole_step):
+        monkeypatch.setattr(module, "start_checks", start_job)
+    monkeypatch.setattr(whole_step, "kernel_job", start_job)
+    monkeypatch.setattr(kernels, "kernel_job", start_job)
+    monkeypatch.setattr(whole_step, "step_checks", step_job)
+    monkeypatch.setattr(whole_step, "run_checks", functools.partial(run_checks, patience=10))
+    return functools.partial(monkeypatch.setenv, "FAULT")
 
 
-def of_norms(name="demo"):
-    ops = dict.fromkeys(steps().ops.chosen(), "xla") | NORMS
-    return steps(name, **ops)
+def text_and_ops(**options):
+    """The text of a start, its ops that are auto, and its KernelChoice. The checks behind it have
+    ended."""
+    options = {
+        "ops": ON_GPU,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_seqs": 1,
+        **options,
+    }
+    with LLM("demo", progress=False, **options) as llm:
+        (output,) = llm.generate("The old house", SamplingParams(max_tokens=4, temperature=0))
+        checks, kernels = whole_step._running, llm.plan.kernels
+        if checks is not None:
+            checks.join()
+        ops = llm.stats()["ops"]
+        return output.outputs[0].text, [ops["rms_norm"], ops["combine"]], kernels
+
+
+FAULTS = {
+    "wrong": "it deviates by inf",
+    "raises": "does not run on cpu .*no such instruction",
+    "crashes": r"ends its process on cpu \(SIGSEGV",
+    "aborts": r"ends its process on cpu \(SIGABRT",  # as a compiler does
+    "hangs": r"ends its process on cpu \(it hangs",
+    "poisons": None,  # every check behind it fails in its process, and passes in a new one
+    "lacks memory": NOT_CHECKED,
+}
 
 
 @pytest.mark.slow
-def test_only_what_is_needed_is_checked_before(gpu):
-    verify_kernels(of_norms(), Gpu(), GiB)
-    ((first, second),) = gpu
-    assert first.startswith("rms_norm") and second.startswith("route")
-    verify_kernels(of_norms(), jax.devices()[0], GiB)  # no GPU, no check
-    assert len(gpu) == 1
+@pytest.mark.parametrize("fault", FAULTS)
+def test_text_comes_whatever_a_kernel_does(faulty, caplog, fault):
+    faulty(fault)
+    text, ops, kernels = text_and_ops()
+    assert text and ops == [f"xla: {NOT_CHECKED}"] * 2
+    first, second = next(m for m in caplog.messages if "in XLA" in m).split("\n")
+    assert first == f"in XLA, not as kernels: rms_norm, combine; {NOT_CHECKED}"
+    assert second == "the checks run beside this process and count from the next start"
+    # What the next start does.
+    known = current(CPU, checked_folder())
+    then = choose_kernels(kernels.specify, kernels.asked, known, kernels.arena_bytes)
+    wanted = {"rms_norm"} if FAULTS[fault] else set()
+    assert {*then.declined} == wanted and then.tried.ops.combine == "pallas"
+    assert not wanted or re.search(FAULTS[fault], then.declined["rms_norm"])
+    assert table.left_over(CPU.device_kind, checked_folder()) == (fault == "lacks memory")
 
 
-def test_what_is_wrong_is_refused_before(gpu, monkeypatch):
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", lambda x, *_: x)
-    with pytest.raises(UserError, match=r"rms_norm 128 bfloat16 .* use ops=rms_norm=xla"):
-        verify_kernels(of_norms(), Gpu(), GiB)
+@pytest.mark.slow
+def test_a_start_runs_what_was_found_right(faulty, caplog):
+    faulty("wrong")
+    before, _, _ = text_and_ops()
+    caplog.clear()
+    assert text_and_ops()[1] == [f"xla: {NOT_CHECKED}"] * 2  # as the process began
+    known_outcomes.cache_clear()
+    text, (norm, combine), _ = text_and_ops()
+    assert text == before and combine == "pallas" and norm.startswith("xla: the kernel for rms")
+    first, second = caplog.messages[-1].split("\n")
+    assert first.startswith("in XLA, not as kernels: rms_norm; the kernel for rms_norm toy 3")
+    assert second == "moejax check-gpu tries again; please report it"
+    # Named, it is refused.
+    with pytest.raises(UserError, match=r"rms_norm toy 3 .* use ops=rms_norm=xla and report it"):
+        text_and_ops(ops={**ON_GPU, "rms_norm": "pallas"})
+
+
+@pytest.mark.slow
+def test_kernels_whose_step_crashes_do_not_run(faulty, monkeypatch):
+    faulty("")
+    monkeypatch.setenv("STEP_FAULT", "aborts")
+    _, _, kernels = text_and_ops()
+    known = current(CPU, checked_folder())
+    then = choose_kernels(kernels.specify, kernels.asked, known, kernels.arena_bytes)
+    assert {*then.declined} == {"rms_norm", "combine"}
+    assert all("SIGABRT" in why for why in then.declined.values())
+    assert not then.waiting
+
+
+@pytest.mark.slow
+def test_a_whole_step_is_checked():
+    of = steps("demo", 8, linear="xla")
+    (check,) = step_checks(of.config, of.dtype, of.ops)
+    assert check.config.num_hidden_layers == 2 and check.key.startswith("step 16 experts 128x128")
+    ops = resolve_ops("xla", dtype="bfloat16")
+    assert dataclasses.replace(check, ops=ops).prepare(CPU).error() == 0.0
