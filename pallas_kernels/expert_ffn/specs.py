@@ -44,6 +44,12 @@ SPECS = (
     Spec(17, "float16", "padded"),
 )
 
+CODED = (
+    *("fp8-128x128-f32", "fp8-64x32-bf16", "fp8-channel-f32", "fp4-32-e8m0"),
+    *("int4-32-bf16", "int4-32-bf16-zero", "int4-64-f16-zero", "int8-32-f16-zero", "q8_0"),
+)
+"""Formats of checkpoints that kernels read."""
+
 _FIVE = ("dense", "int8", "int4", "int2", "lossless12")
 _PAIRS = (
     *(("dense", lo) for lo in ("int8", "int4", "int2")),
@@ -68,3 +74,14 @@ VERSIONED = (
 )
 """A pair of tiers, all versions in one call, other pairs, each alone, in transit, and shapes that
 neither groups nor tiles divide."""
+
+OF_CHECKPOINTS = (
+    *(Spec(3, "float16", hidden=64, width=32, versions=(name,)) for name in CODED[::3]),
+    *(
+        Spec(17, "bfloat16", hidden=256, width=128, row_tile=tile, versions=(name,))
+        for tile in (16, 64)
+        for name in CODED
+    ),
+    *(Spec(17, "bfloat16", hidden=96, width=80, versions=(name,)) for name in CODED),
+)
+"""Formats of checkpoints: in float16, of few tokens, of many, with short groups and tiles."""

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.format import MATRICES, RecordFormat
 from pallas_kernels.records.tile import (
     DOWN,
     GATE,
@@ -92,8 +92,9 @@ def write_rows(
 def code_depth(fmt: RecordFormat, matrix: int, depth: int) -> int:
     """Elements of codes that one load takes along the summed axis, where a dense tile has `depth`.
     P planes of weights and of x are in registers at once. More than 64 elements of int8 spill with
-    64 rows."""
-    return fit(plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes))
+    64 rows. No more than a group, so that weights of a result share their scale."""
+    group = max(_LEAST, fmt.group_of(MATRICES[matrix]))
+    return fit(plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes, group))
 
 
 At = Callable[[Any, Any], Any]

@@ -33,7 +33,8 @@ SPECS = (
     Spec(0, hits=0, fills=0, experts=4),
     Spec(17, hits=2, fills=4, hidden=64, width=32, versions=("int8", "int4")),
     Spec(5, hits=3, fills=3, hidden=64, width=32, versions=("dense", "dense")),
+    Spec(5, hits=2, fills=2, hidden=64, width=32, versions=("fp8-32x16-f32", "fp4-32-e8m0")),
 )
 """Some of each, all hits, all filled, all read through, two blocks of tokens, the other dtype,
 sizes that tiles do not divide, records of several chunks, no routed token (tokens 0: only padding)
-and versions: codes, and two that are dense."""
+and versions: codes, two that are dense, formats of checkpoints."""

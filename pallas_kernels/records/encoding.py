@@ -57,6 +57,8 @@ class Encoding:
     """Whether Pallas kernels read records of it."""
     value: Callable[[jax.Array], jax.Array] | None = None
     """float32 values of codes uint16, before their scale; None: code − zero."""
+    mantissa: int | None = None
+    """Bits of the mantissa of codes that are floats of IEEE's form: sign, exponent, mantissa."""
     nearest: Callable[[np.ndarray], np.ndarray] | None = None
     """The codes uint8 nearest to float32 values of at most `largest`; None: integer codes
     (host_offload.versions.quantizers)."""
@@ -113,8 +115,8 @@ def iq4_value(codes: jax.Array) -> jax.Array:
 
 
 GGUF = {
-    "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0, native=1),
-    "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0, native=2),
+    "q8_0": Encoding(SCALED, 8, zero=128.0, groups=(32,), largest=128.0, native=1, kernels=True),
+    "q4_0": Encoding(SCALED, 4, zero=8.0, groups=(32,), largest=8.0, native=2, kernels=True),
     "iq4_nl": Encoding(SCALED, 4, value=iq4_value, groups=(32,), largest=127.0, native=7),
     "q4_1": Encoding((*SCALED, "mins"), 4, groups=(32,), largest=15.0, native=10),
     "q5_0": Encoding(("codes", "highs", "scales"), 4, 16.0, (32,), high=1, largest=16.0, native=12),
@@ -158,22 +160,28 @@ _ZEROS = ("codes", "scales", "zeros")
 _GLOBAL = ("codes", "scales", "global")
 
 _CODES = {
-    "fp8": Encoding(bits=8, value=float8_value, largest=448.0, native=5),
-    "fp4": Encoding(bits=4, value=float4_value, largest=6.0, native=6),
-    "int8": Encoding(bits=8, zero=128.0, largest=128.0, native=1),
-    "int4": Encoding(bits=4, zero=8.0, largest=8.0, native=2),
+    "fp8": Encoding(bits=8, value=float8_value, mantissa=3, largest=448.0, native=5, kernels=True),
+    "fp4": Encoding(bits=4, value=float4_value, mantissa=1, largest=6.0, native=6, kernels=True),
+    "int8": Encoding(bits=8, zero=128.0, largest=128.0, native=1, kernels=True),
+    "int4": Encoding(bits=4, zero=8.0, largest=8.0, native=2, kernels=True),
 }
 _SCALES: dict[str, dict[str, Any]] = {
     "f32": {"scale": "float32"},
     "bf16": {"scale": "bfloat16", "product": "bfloat16"},
     "f16": {"scale": "float16", "product": "float16"},
     "e8m0": {"scale": "float8_e8m0fnu"},
-    "e4m3xf32": {"scale": "float8_e4m3fn", "fields": _GLOBAL, "whole": "times"},
+    "e4m3xf32": {
+        "scale": "float8_e4m3fn",
+        "fields": _GLOBAL,
+        "whole": "times",
+        "kernels": False,
+    },
     "e4m3divf32": {
         "scale": "float8_e4m3fn",
         "fields": _GLOBAL,
         "whole": "over",
         "product": "bfloat16",
+        "kernels": False,
     },
 }
 _NAME = re.compile(

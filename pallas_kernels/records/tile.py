@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
+from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, SCALE_BYTES, RecordFormat
 from pallas_kernels.records.unpack import unpack
 
 Read = Callable[[Any, Any, "jax.Array | None"], jax.Array]
@@ -49,7 +49,7 @@ def plane_size(fmt: RecordFormat, matrix: int) -> int:
 def read_planes(
     read: Read, fmt: RecordFormat, matrix: int, start: Any, across: Any, depth: int, columns: int
 ) -> list[Plane]:
-    """The P planes of one tile of codes of an int version.
+    """The P planes of one tile of codes with scales.
 
     - `start`: where the tile begins on the summed axis, a multiple of depth below plane_size.
     - `across`: the first result.
@@ -72,16 +72,21 @@ def read_planes(
         if even and depth <= group:
             # One-dimensional: as [1, n] or [n, 1] a thread would load each of its scales for every
             # weight that it holds along the other axis.
-            each = span(across, columns)
+            index, each = start + j * size, span(across, columns)
             mask = each < results if results % columns else None
-            scales = _scales(read, fmt, matrix, start + j * size, each, mask)
-            scales = scales[None, :] if down else scales[:, None]
         else:
-            index = summed + j * size
+            index, each = summed + j * size, result
             inside = None if even else (summed < size) & (index < axis)
-            scales = _scales(read, fmt, matrix, index, result, _mask(shape, given, inside))
+            mask = _mask(shape, given, inside)
+        found = {}
+        for field in ("scales", "zeros"):
+            if field in fmt.encoding.fields:
+                number = _numbers(read, fmt, matrix, field, index, each, mask)
+                if even and depth <= group:
+                    number = number[None, :] if down else number[:, None]
+                found[field] = number
         # A scale of 0 makes weights outside the matrix 0.
-        return unpack(codes, scales, fmt, j)
+        return unpack(codes, found["scales"], found.get("zeros"), fmt, j)
 
     return [
         Plane(
@@ -223,22 +228,39 @@ def _code_place(fmt, part, matrix, planes, index, result):
     return first + lax.div(result, planes), lax.rem(result, planes) * (fmt.hidden // planes) + index
 
 
-def _scales(read, fmt, matrix, index, result, mask):
-    """float32: the scales of the weights at `index` of the summed axis."""
-    name = f"{MATRICES[matrix]}_scales"
-    if matrix == DOWN:
-        group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_out)
-        bits = read(fmt.parts[name][0] + group, result, mask)
-    else:
-        group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_in)
-        if fmt.hidden % fmt.group_in:
-            bits = _flat(read, fmt, name, result * fmt.groups_in + group, mask)
-        else:
-            # The same element; an arena row holds the scales of group_in results, so its place is
-            # one that does not change along the sum, plus the group.
-            row = fmt.parts[name][0] + lax.div(result, fmt.group_in)
-            bits = read(row, lax.rem(result, fmt.group_in) * fmt.groups_in + group, mask)
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+def _numbers(read, fmt, matrix, field, index, result, mask):
+    """float32: the numbers of a field (scales or zeros) for the weights at `index` of the summed
+    axis; 0 where mask is false."""
+    part, encoding = f"{MATRICES[matrix]}_{field}", fmt.encoding
+    dtype = encoding.dtype_of(field)
+    group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_of(MATRICES[matrix]))
+    across, (_, count) = encoding.across, fmt.field_shape(MATRICES[matrix], field)
+    some = result if across == 1 else lax.div(result, across)
+    if dtype == "float16" and across == 1 and (matrix == DOWN or fmt.hidden % fmt.group_in == 0):
+        # The same element by simpler arithmetic: its place is one that does not change along the
+        # sum, plus the group.
+        row, column = fmt.parts[part][0] + group, result
+        if matrix != DOWN:
+            row = fmt.parts[part][0] + lax.div(result, fmt.group_in)
+            column = lax.rem(result, fmt.group_in) * fmt.groups_in + group
+        return lax.bitcast_convert_type(read(row, column, mask), jnp.float16).astype(jnp.float32)
+    number = group * count + some if matrix == DOWN else some * count + group
+    size = SCALE_BYTES[dtype]
+    if size == 4:
+        low, high = (_flat(read, fmt, part, 2 * number + half, mask) for half in range(2))
+        bits = low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16
+        return lax.bitcast_convert_type(bits, jnp.float32)
+    if size == 2:
+        bits = _flat(read, fmt, part, number, mask)
+        return lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
+    byte = _flat(read, fmt, part, lax.div(number, 2), mask).astype(jnp.int32)
+    byte = byte >> lax.rem(number, 2) * 8 & 0xFF
+    if dtype == "uint8":
+        return byte.astype(jnp.float32)
+    # e8m0: a float32's exponent, whose 0 is not 0.
+    bits = jnp.where(byte == 0, 1 << 22, byte << 23)
+    bits = bits if mask is None else jnp.where(mask, bits, 0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _flat(read, fmt, part, element, mask):

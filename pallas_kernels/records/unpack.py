@@ -1,17 +1,22 @@
-"""Codes to weights inside Triton-lowered kernels, two in a register, as PTX.
+"""Codes to weights inside Triton-lowered kernels.
 
-LLVM would extract each code by itself, by 16-bit arithmetic and two conversions. Here a byte of
-codes is put below an exponent, which makes it a float32 without a conversion. One fused multiply
-and add subtracts exponent and zero point and scales, exactly. One conversion rounds two weights.
-That is 2.5 instructions a weight, plus 1/P for masks with fewer than 8 bits.
+Integers with scales of 16 bits become weights two in a register, as PTX. LLVM would extract each
+code by itself, by 16-bit arithmetic and two conversions. Here a byte of codes is put below an
+exponent, which makes it a float32 without a conversion. One fused multiply and add subtracts
+exponent and zero point and scales, exactly. One conversion rounds two weights. That is 2.5
+instructions a weight, plus 1/P for masks with fewer than 8 bits.
+
+Other codes become weights as the reference says, in plain jax.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.records.encoding import Encoding
 from pallas_kernels.records.format import RecordFormat
 
 _MANTISSA = 23
@@ -29,13 +34,42 @@ _WEIGHTS = """{{
 _PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def unpack(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -> jax.Array:
-    """The weights of a plane of an int version, fmt.dtype [n, m]: (code − zero)·scale, exact in
-    float32, rounded once.
+def unpack(
+    codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: RecordFormat, plane: int
+) -> jax.Array:
+    """The weights of a plane, fmt.dtype [n, m]: reference.decode's.
 
     - `codes`: uint16[n, m]; bits N·plane … N·plane + N − 1 are a weight's code.
-    - `scales`: float32 with values of float16, broadcast to [n, m].
+    - `scales`: float32, broadcast to [n, m].
+    - `zeros`: the codes that mean 0, like the scales; None: the format has one for all.
     """
+    encoding = fmt.encoding
+    rounded = encoding.product in (None, fmt.dtype)
+    exact = encoding.mantissa is None and encoding.scale in ("float16", "bfloat16")
+    if zeros is None and exact and rounded and fmt.dtype in _PTX_TYPES:
+        return _unpack_pairs(codes, scales, fmt, plane)
+    code = (codes >> (fmt.bits * plane)).astype(jnp.int32) & ((1 << fmt.bits) - 1)
+    product = _value(code, zeros, encoding) * scales
+    if encoding.product is not None:
+        product = product.astype(encoding.product)
+    return product.astype(fmt.dtype)
+
+
+def _value(code: jax.Array, zeros: jax.Array | None, encoding: Encoding) -> jax.Array:
+    """float32: what codes mean before they are scaled."""
+    if encoding.mantissa is None:
+        return code.astype(jnp.float32) - (encoding.zero if zeros is None else zeros)
+    # A code's bits in their order are a float16 whose exponent is less by the difference of the two
+    # biases. A float32 would flush the smallest codes to 0 on some devices.
+    sign, exponent = encoding.bits - 1, encoding.bits - 1 - encoding.mantissa
+    bits = (code >> sign) << 15 | (code & (1 << sign) - 1) << 10 - encoding.mantissa
+    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return half.astype(jnp.float32) * jnp.float32(2.0 ** (16 - (1 << exponent - 1)))
+
+
+def _unpack_pairs(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -> jax.Array:
+    """(code − zero)·scale, exact in float32, rounded once. Arguments are those of unpack; scales
+    have values of 16 bits."""
     byte, first = divmod(fmt.bits * plane, 8)
     # Where a field of N bits from bit `first` on goes: byte 2, or where it would touch the exponent
     # byte 1. With an exponent under which its lowest bit counts as 1, that makes 2^p + code, and

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.format import SCALE_BYTES, RecordFormat
 from pallas_kernels.verification.check import draw
 
 
@@ -32,9 +32,16 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
         values = (count, rows * 2 // fmt.itemsize, fmt.hidden)
         weights = jax.lax.bitcast_convert_type(draw(seed, values, fmt.dtype, size), jnp.uint16)
         return weights.reshape(shape)
-    if kind == "scales":
-        scales = draw(seed, shape, "float16", size / 2 ** (fmt.bits - 1))
-        return jax.lax.bitcast_convert_type(scales, jnp.uint16)
+    encoding = fmt.encodings.get(matrix)
+    if kind == "scales" and encoding is not None:
+        size /= encoding.largest or 2 ** (fmt.bits - 1)
+        if encoding.scale == "float8_e8m0fnu":
+            exponent = 127 + round(math.log2(size))
+            return jnp.full(shape, exponent << 8 | exponent, jnp.uint16)
+        values = -(-rows * 2 // SCALE_BYTES[encoding.scale])
+        scales = draw(seed, (count, values, fmt.hidden), encoding.scale, size)
+        bits = jax.lax.bitcast_convert_type(scales, jnp.uint16)
+        return bits.reshape(count, -1, fmt.hidden)[:, :rows]
     if name == "tables":
         # Each block's base exponent, then the weights of its table.
         elements = rows * fmt.hidden
@@ -44,5 +51,7 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
         bits = jax.lax.bitcast_convert_type(listed, jnp.uint16)
         return jnp.where(is_base, jnp.uint16(base), bits).reshape(shape)
     bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint16)
+    if encoding is not None and encoding.mantissa == 3:  # two codes are NaN
+        bits &= 0xFEFE
     # The byte of an escape is an index below `escapes`, a number whose bits are all ones.
     return bits & ((fmt.escapes & 0xF7) * 0x101) if kind == "bytes" else bits

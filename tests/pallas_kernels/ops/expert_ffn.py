@@ -14,7 +14,7 @@ from pallas_kernels.expert_ffn import (
     ExpertPlaces,
     api,
 )
-from pallas_kernels.expert_ffn.specs import SPECS, VERSIONED, Spec
+from pallas_kernels.expert_ffn.specs import OF_CHECKPOINTS, SPECS, VERSIONED, Spec
 from pallas_kernels.records import RecordFormat, reference
 from pallas_kernels.records.encoding import GGUF
 from pallas_kernels.records.format import LOSSY, VERSIONS
@@ -345,6 +345,12 @@ CONTRACTS = (
             ((DENSE, DENSE, (0, 1)), "its store has 1 layers, its places name 1"),
             ((DENSE, DENSE, (0, -1)), "tables of 1 layers, 2 in the store"),
         ),
+    ),
+    Contract(
+        "expert_ffn of checkpoints' formats",
+        {"pallas": api.IMPLEMENTATIONS["pallas"]},
+        OF_CHECKPOINTS,
+        check,
     ),
     Contract(
         "expert_ffn with biases and a clamped SwiGLU",

@@ -9,10 +9,10 @@ from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, 
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill_ffn import api
 from pallas_kernels.fill_ffn.specs import SPECS, Spec
-from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
 from tests.pallas_kernels.encoded import formats, records
+from tests.pallas_kernels.ops.expert_ffn import decoded
 
 GAP = 2
 """Rows of the arena between two cells, which nobody may touch."""
@@ -106,7 +106,7 @@ def case(spec, seed) -> Case:
         version,
         active,
         Fills(listed, rows[listed], np.int32(of[listed]), np.int32(len(moved))),
-        np.stack([decode(m[None], of_versions[v].cell)[0] for m, v in zip(made, of, strict=True)]),
+        np.stack([decoded(m[None], of_versions[v].cell) for m, v in zip(made, of, strict=True)]),
         filled,
     )
 
