@@ -4,7 +4,6 @@ Without a C++ compiler, or where it fails, the wheel has none of them, the ops r
 start says so.
 """
 
-import contextlib
 import runpy
 import sys
 from pathlib import Path
@@ -22,16 +21,12 @@ class BuildWithOps(build_py):
         build = runpy.run_path(str(Path("pallas_kernels/cpu/build.py").resolve()))
         folder = Path("." if self.editable_mode else self.build_lib, "pallas_kernels/cpu")
         try:
-            library = build["built"](folder)
+            build["built"](folder)
         except build["BuildError"] as error:
             print(f"the CPU ops are left out, XLA runs instead: {error}", file=sys.stderr)
             return
         global _built
         _built = True
-        # Beside its sources too: what runs in a checkout, such as its tests, imports those.
-        if not self.editable_mode:
-            with contextlib.suppress(OSError):
-                build["place"](library)
 
 
 class TaggedWheel(bdist_wheel):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from host_offload.memory.bounded_reads import read_within
 from host_offload.memory.device_memory import shares_memory
 from pallas_kernels.cpu.checksums import KINDS, checksum
 from pallas_kernels.cpu.library import why_not_cpu
@@ -113,7 +114,10 @@ class RecordFiles:
     missing file."""
 
     def __post_init__(self):
-        found = {path: _identity(os.stat(path)) for layer in self.paths for path in layer}
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in self.paths:
+            each = functools.partial(lambda layer: {p: _identity(os.stat(p)) for p in layer}, layer)
+            found |= read_within(layer[0], each)
         object.__setattr__(self, "identities", found)
 
     @property
@@ -127,14 +131,8 @@ class RecordFiles:
         return self.paths[0][0]
 
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
-        path, into, there = self.paths[layer][expert], record.data.cast("B"), 0
-        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-            self._require_same(path, file.fileno())
-            while there < len(into) and (count := file.readinto(into[there:])):
-                there += count
-            self._require_same(path, file.fileno())
-        if there < len(into):
-            raise OSError(f"{path}: ended after {there} of {len(into)} bytes")
+        path, into = self.paths[layer][expert], record.data.cast("B")
+        read_within(path, lambda: self._fill(path, into), len(into))
         if not self.verify:
             return
         if self.crcs is None or why_not_cpu() is not None:
@@ -143,6 +141,16 @@ class RecordFiles:
             same = int(checksum("crc32c", into), 16) == int(self.crcs[layer, expert])
         if not same:
             raise OSError(f"{path}: the bytes do not have their checksum")
+
+    def _fill(self, path: str, into: memoryview) -> None:
+        there = 0
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            self._require_same(path, file.fileno())
+            while there < len(into) and (count := file.readinto(into[there:])):
+                there += count
+            self._require_same(path, file.fileno())
+        if there < len(into):
+            raise OSError(f"{path}: ended after {there} of {len(into)} bytes")
 
     def holds(self, layer: int, expert: int, record: np.ndarray) -> bool:
         digest = hashlib.sha256(record.data).digest()[:8]

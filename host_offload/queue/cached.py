@@ -15,11 +15,11 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
+from host_offload.memory.bounded_reads import Reads
 from host_offload.memory.record_source import RecordSource
 from host_offload.memory.store import aligned_empty
 from host_offload.queue.pinned import InPieces, piece_edges
@@ -151,7 +151,8 @@ class CachedRecords(InPieces):
         """Records that were asked for and not released, by number."""
         self._numbers = itertools.count()
         self._hits = self._misses = self._bytes_read = 0
-        self._pool = ThreadPoolExecutor(spec.threads, thread_name_prefix="moejax-read")
+        self._reads = Reads()
+        self._pool = self._reads.new_pool(spec.threads)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +174,8 @@ class CachedRecords(InPieces):
         return asked
 
     def delete(self) -> None:
-        """Waits for reads under way, then drops all records. Idempotent."""
+        """Gives up reads under way, and drops all records. Idempotent."""
+        self._reads.give_up()
         self._pool.shutdown()
         with self.lock:
             self._records.clear()

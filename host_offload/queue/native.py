@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from host_offload.memory import bounded_reads
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
     DEMAND,
@@ -65,7 +66,7 @@ class _Record(ctypes.Structure):
 
 
 class _Options(ctypes.Structure):
-    _fields_ = _fields(int64="threads chunk_bytes", double="rate latency")
+    _fields_ = _fields(int64="threads chunk_bytes", double="rate latency patience")
 
 
 class _Event(ctypes.Structure):
@@ -104,6 +105,7 @@ def _library() -> ctypes.CDLL:
         "transfers_message": (None, (handle, number, *text)),
         "transfers_totals": (None, (handle, ctypes.POINTER(_Totals))),
         "transfers_keep_settled": (None, (handle, ctypes.c_int32)),
+        "transfers_hanging": (number, (handle,)),
         "transfers_step": (ctypes.c_int32, (handle,)),
         "transfers_record": (None, (handle, ctypes.c_int32)),
         "transfers_events": (number, (handle, ctypes.POINTER(_Event), number)),
@@ -204,7 +206,7 @@ class NativeQueue:
         self._lock = threading.Lock()
         """Guards `_files` and `_causes`."""
         text = ctypes.create_string_buffer(_TEXT)
-        options = _Options(threads, chunk_bytes, rate, latency)
+        options = _Options(threads, chunk_bytes, rate, latency, bounded_reads.READ_S)
         self.handle = self._calls.moejax_transfers_new(options, text, _TEXT)
         """The number by which ops name the queue."""
         if self.handle < 0:
@@ -331,6 +333,16 @@ class NativeQueue:
         self._require_open()
         return self._file(path)
 
+    def require_answers(self) -> None:
+        """Raises QueueError if reads that were given up have not returned: they may still write
+        into their cells."""
+        self._require_open()
+        if count := self._calls.moejax_transfers_hanging(self.handle):
+            raise QueueError(
+                f"reads of {count} experts have had no answer for {bounded_reads.READ_S:g} s; "
+                "nothing else can have their memory until the disk answers"
+            )
+
     def step(self) -> bool:
         """Carries out one chunk in this thread. Returns False if none waits."""
         self._require_open()
@@ -376,9 +388,12 @@ class NativeQueue:
         with self._lock:
             if path not in self._files:
                 text = ctypes.create_string_buffer(_TEXT)
-                number = self._calls.moejax_transfers_add_file(
-                    self.handle, os.fsencode(path), self._direct, text, _TEXT
-                )
+                given = self.handle, os.fsencode(path), self._direct, text, _TEXT
+                add = functools.partial(self._calls.moejax_transfers_add_file, *given)
+                try:
+                    number = bounded_reads.read_within(path, add)
+                except OSError as error:
+                    raise QueueError(f"{path}: {error.strerror}") from None
                 if number < 0:
                     raise QueueError(_decode_text(text))
                 self._files[path] = number

@@ -22,6 +22,7 @@ from itertools import chain
 
 import numpy as np
 
+from host_offload.memory.bounded_reads import reading_pool
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, in_order, run_tasks
@@ -106,7 +107,7 @@ class Source(StoredModel):
         kind, _, key = leaf.name.partition(".")
         with (
             self.checkpoint.open() as reader,
-            ThreadPoolExecutor(WORKERS) as pool,
+            reading_pool(WORKERS) as pool,
         ):
             if kind == "params":
                 for chunk in leaf.chunks:
@@ -421,7 +422,7 @@ def _begin(
 def _forget_damaged(work: pathlib.Path, manifest: Manifest, leaves: Sequence[Leaf]) -> None:
     """Removes from the manifest the leaves whose checksums on disk differ."""
     tree = work / manifest.tree
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with reading_pool(WORKERS) as pool:
         for leaf in leaves:
             expected = manifest.checksums(leaf)
             files = [leaf.file(tree, chunk) for chunk in leaf.chunks]

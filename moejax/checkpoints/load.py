@@ -7,13 +7,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from host_offload.memory.bounded_reads import reading_pool
 from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.record_source import RecordSource
 from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
@@ -109,7 +110,10 @@ def load_checkpoint(
         held = opened.hold(run.dtype, versions)
         files: Mapping[str, RecordSource] = {}
         if in_files:
-            files = opened.record_files(run.dtype, versions, held, verify_reads, cache is None)
+            try:
+                files = opened.record_files(run.dtype, versions, held, verify_reads, cache is None)
+            except OSError as error:
+                raise UserError(f"{error.filename}: {error.strerror}") from None
         marks.append(time.perf_counter())
         _require_room(opened, run, {} if memory and memory.filled else held, device, files, cache)
         params, arrays = _read(
@@ -204,7 +208,7 @@ def _read(
         # The pool is entered last, so that its threads end before files are closed and memory is
         # freed.
         reader = stack.enter_context(opened.open())
-        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        pool = stack.enter_context(reading_pool(WORKERS))
         params = run.params_tree(
             _read_param(reader, key, leaf, pool, advance, device)
             for key, leaf in run.params.items()

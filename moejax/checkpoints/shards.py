@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from host_offload.memory.bounded_reads import PIECE, read_within
 from moejax.errors import UserError, shown
 from moejax.models.directory import open_regular, read_json, require_own_file
 from moejax.models.json_values import is_integer, parse_json
@@ -114,7 +116,8 @@ class Shard:
         """Opens the file. Raises UserError where that fails, and at either end of the `with` where
         the file has changed since its header was read."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = read_within(self.path, functools.partial(os.open, self.path, flags))
         except OSError as error:
             raise _unreadable(self.path, error) from None
         try:
@@ -156,7 +159,10 @@ class ShardReader:
         offset = self.shard.begins[name] + first * np.dtype(header.dtype).itemsize
         while rest:
             try:
-                read = os.preadv(self.descriptor, [rest], offset)
+                piece = [rest[:PIECE]]
+                read = read_within(
+                    path, functools.partial(os.preadv, self.descriptor, piece, offset)
+                )
             except OSError as error:
                 raise _unreadable(path, error) from None
             if read == 0:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import stat
 
+from host_offload.memory.bounded_reads import BoundedFile, read_within
 from moejax.errors import UserError
 from moejax.models.json_values import parse_json
 
@@ -29,8 +30,12 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
     """The path as a pathlib.Path. Raises UserError, which says what is expected, for no directory
     and no GGUF file."""
     directory = pathlib.Path(path).expanduser()
+
+    def is_one() -> bool:
+        return directory.is_dir() or (directory.suffix == ".gguf" and directory.is_file())
+
     try:
-        if directory.is_dir() or (directory.suffix == ".gguf" and directory.is_file()):
+        if read_within(directory, is_one):
             return directory
     except OSError as error:  # a parent without permission to search, a name that is too long
         raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
@@ -48,21 +53,21 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
 
 def open_regular(
     path: pathlib.Path, most: int | None = None, what: str = "a checkpoint"
-) -> io.FileIO:
-    """Opens a file of at most `most` bytes for reading, without a buffer.
+) -> BoundedFile:
+    """Opens a file of at most `most` bytes for reading, without a buffer and with a deadline.
 
     - `what`: the file's content, for messages.
 
     Raises OSError. Raises UserError at once for a larger file and for one that is not regular,
     since opening a pipe would wait for a writer.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    file = BoundedFile(path)
     try:
-        check_size(path, os.fstat(descriptor), most, what)
+        check_size(path, os.fstat(file.fileno()), most, what)
     except UserError:
-        os.close(descriptor)
+        file.close()
         raise
-    return io.FileIO(descriptor)
+    return file
 
 
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
@@ -91,9 +96,10 @@ def require_own_file(
     Raises UserError for any other file, and for more bytes.
     """
     try:
-        status = path.stat()
-        real = path.resolve()
-        home = (path.parent if directory is None else directory).resolve()
+        status, real, home = read_within(
+            path,
+            lambda: (path.stat(), path.resolve(), (directory or path.parent).resolve()),
+        )
     except FileNotFoundError:
         what = "a link to nothing" if path.is_symlink() else "no such file"
         raise UserError(f"{path}: {what}; download it again") from None

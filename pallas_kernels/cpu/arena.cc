@@ -6,6 +6,7 @@
 #include <new>
 
 #include "pallas_kernels/cpu/faults.h"
+#include "pallas_kernels/cpu/supply.h"
 
 namespace moejax {
 namespace {
@@ -37,9 +38,10 @@ OwnedArena::OwnedArena(int64_t rows, int64_t hidden) : rows(rows), hidden(hidden
 }
 
 OwnedArena::~OwnedArena() {
-  supply_.reset();  // closes the queue, which writes here
+  const bool closed = !supply_ || supply_->close();  // the queue writes here
+  supply_.reset();
   faults::forget(this);
-  munmap(data, mapped_);
+  if (closed) munmap(data, mapped_);
 }
 
 std::string OwnedArena::out_of_order(const char* what, uint32_t writes) const {

@@ -20,8 +20,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libmoejax_cpu.so"
-OBJECTS = HERE / "objects"
 COMMAND = "python -m pallas_kernels.cpu"
+MOST_KEPT = 4
+"""Libraries in the user's cache."""
 COMPILERS = ("c++", "g++", "clang++")
 """Compilers to look for on PATH if CXX names none."""
 
@@ -99,31 +100,47 @@ def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compiles the library into a folder, in about 20 seconds on two cores. In a checkout the
-    objects stay beside the sources, so that a later build compiles only what changed. Raises
-    BuildError."""
+    """Compiles the library into a folder, in about 20 seconds on two cores. Of a checkout, a copy
+    and the objects are kept in the user's cache. Raises BuildError."""
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         objects = compile_units(compiler, translation_units(compiler), Path(work))
         library = link(compiler, objects, folder)
         if (HERE.parents[1] / "setup.py").is_file():
-            _keep(objects)
+            _keep([*objects, library])
     return library
 
 
-def _keep(objects: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):
-        shutil.rmtree(OBJECTS, ignore_errors=True)
-        OBJECTS.mkdir()
-        for path in objects:
-            shutil.copy(path, OBJECTS)
-        (OBJECTS / digest()).touch()
+def _keep(files: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written has no cache
+        folder = _cache() / digest()
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        old = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in old[: -MOST_KEPT + 1]:
+            shutil.rmtree(path, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(dir=folder.parent))
+        for path in files:
+            shutil.copy(path, new)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.replace(folder)
 
 
-def kept_objects() -> Path | None:
-    """The folder with the objects that `build` made from these sources; None: there are none."""
-    return OBJECTS if (OBJECTS / digest()).exists() else None
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "moejax", "cpu")
+
+
+def kept() -> Path | None:
+    """The folder of the user's cache with the library and the objects that `build` made from these
+    sources; None: there is none, or others may write into it."""
+    folder = _cache() / digest()
+    with contextlib.suppress(OSError, RuntimeError):
+        own = [folder.stat(), folder.parent.stat()]
+        if all(each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in own):
+            return folder
+    return None
 
 
 def compile_units(
@@ -148,21 +165,48 @@ def link(compiler: Sequence[str], objects: Sequence[Path], folder: Path) -> Path
     with tempfile.TemporaryDirectory() as work:
         linked = Path(work) / LIBRARY
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+        content = linked.read_bytes()
+        # Loaders read what the header of the file names, which this is behind.
+        linked.write_bytes(content + _seal(content))
         return place(linked, folder)
 
 
+def _seal(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a library has the bytes that `link` wrote. Loading one that is cut short ends the
+    process by a signal. Raises OSError."""
+    raw = path.read_bytes()
+    return raw[-64:] == _seal(raw[:-64])
+
+
 def built(folder: Path) -> Path:
-    """Puts a library into a folder: a copy of the one beside the sources if it was compiled from
-    them unchanged, otherwise a new one. Raises BuildError, also without a compiler."""
+    """Puts a library into a folder: a copy of the one beside the sources or in the user's cache if
+    it was compiled from these sources, otherwise a new one. Raises BuildError, also without a
+    compiler."""
     find_compiler()
-    with contextlib.suppress(OSError):
-        if digest().encode() in (HERE / LIBRARY).read_bytes():
-            folder.mkdir(parents=True, exist_ok=True)
-            return place(HERE / LIBRARY, folder)
-    return build(folder)
+    return copy_built(folder) or build(folder)
 
 
-def place(library: Path, folder: Path = HERE) -> Path:
+def copy_built(folder: Path) -> Path | None:
+    """Puts a copy of a library of these sources into a folder; None: there is none."""
+    for place_of in (HERE, kept()):
+        with contextlib.suppress(OSError):
+            if place_of and is_built(place_of):
+                folder.mkdir(parents=True, exist_ok=True)
+                return place(place_of / LIBRARY, folder)
+    return None
+
+
+def is_built(folder: Path) -> bool:
+    """Whether a folder has a library of these sources, whole."""
+    path = folder / LIBRARY
+    return path.is_file() and is_whole(path) and digest().encode() in path.read_bytes()
+
+
+def place(library: Path, folder: Path) -> Path:
     """Copies a library into a folder, atomically: a process that reads it meanwhile sees the old or
     the new one."""
     part = folder / f".{LIBRARY}.{os.getpid()}"

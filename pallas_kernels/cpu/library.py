@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest
+from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest, is_whole
 
 TARGETS = (
     *("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention"),
@@ -30,8 +28,8 @@ def _load() -> tuple[str, str]:
     ("", what is wrong)."""
     if not (HERE / LIBRARY).is_file():
         return "", f"the native CPU ops are not built; `{COMMAND}` builds them"
-    if not _is_whole(HERE / LIBRARY):
-        return "", f"the native CPU ops are cut short; `{COMMAND}` builds them again"
+    if not is_whole(HERE / LIBRARY):
+        return "", f"the native CPU ops are damaged; `{COMMAND}` builds them again"
     try:
         functions = ctypes.CDLL(str(HERE / LIBRARY))
         text = {name: getattr(functions, f"moejax_cpu_{name}") for name in _TEXTS}
@@ -51,16 +49,6 @@ def _load() -> tuple[str, str]:
         handler = jax.ffi.pycapsule(getattr(functions, f"moejax_cpu_{name}"))
         jax.ffi.register_ffi_target(f"moejax_cpu_{name}", handler, platform="cpu")
     return isa, ""
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a library has the table of sections that its header names, which is its end. Loading
-    one that is cut short ends the process by a signal."""
-    raw = path.read_bytes()
-    if raw[:5] != b"\x7fELF\x02":  # dlopen refuses it in words
-        return True
-    begin, size, count = struct.unpack_from("<Q10xHH", raw[:64].ljust(64, b"\0"), 40)
-    return len(raw) >= max(begin + size * count, 64)
 
 
 _TEXTS = ("sources", "isa", "isa_error")

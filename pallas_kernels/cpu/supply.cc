@@ -47,7 +47,7 @@ Supply::Supply(std::shared_ptr<TransferQueue> queue, Sources given, SupplyCauses
 }
 
 Supply::~Supply() {
-  queue->close();
+  if (!close()) return;
   for (uint8_t* buffer : buffers_) std::free(buffer);
 }
 

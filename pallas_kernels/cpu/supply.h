@@ -51,7 +51,9 @@ class Supply {
  public:
   // buffers: of the largest record. Throws std::bad_alloc.
   Supply(std::shared_ptr<TransferQueue> queue, Sources sources, SupplyCauses causes, int64_t buffers);
-  ~Supply();  // closes the queue: nothing is written after that
+  ~Supply();  // closes the queue: nothing is written after that, unless reads hang
+  // Closes the queue. false: reads hang, which may write for ever.
+  bool close() { return close_queue(queue); }
   Supply(const Supply&) = delete;
   Supply& operator=(const Supply&) = delete;
 

@@ -52,7 +52,7 @@ MOEJAX_EXPORT int32_t moejax_transfers_new(const TransferOptions* options, char*
 MOEJAX_EXPORT void moejax_transfers_delete(int32_t handle) {
   const auto queue = find_transfer_queue(handle);
   if (!queue) return;
-  queue->close();
+  close_queue(queue);
   std::lock_guard<std::mutex> held(registry_mutex);
   registry().erase(handle);
 }
@@ -148,6 +148,11 @@ MOEJAX_EXPORT void moejax_transfers_message(int32_t handle, int64_t ticket, char
 MOEJAX_EXPORT void moejax_transfers_totals(int32_t handle, TransferTotals* totals) {
   const auto queue = find_transfer_queue(handle);
   *totals = queue ? queue->totals() : TransferTotals{};
+}
+
+MOEJAX_EXPORT int64_t moejax_transfers_hanging(int32_t handle) {
+  const auto queue = find_transfer_queue(handle);
+  return queue ? queue->hanging() : 0;
 }
 
 MOEJAX_EXPORT void moejax_transfers_keep_settled(int32_t handle, int32_t keep) {

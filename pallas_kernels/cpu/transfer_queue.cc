@@ -17,9 +17,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <iterator>
 
 namespace moejax {
 namespace {
@@ -111,6 +113,7 @@ struct TransferQueue::Transfer {
   TransferRequest request;
   int32_t asked = 0;          // the cause that it was queued with
   bool late = false;          // an op waited for it
+  bool hangs = false;         // given up, though its read has not returned
   std::vector<int64_t> parts; // their bytes
   std::vector<int64_t> left;  // bytes of each part that are not there
   std::vector<Chunk> chunks;
@@ -301,7 +304,11 @@ int64_t TransferQueue::replace(const TransferRequest& request, const int64_t* pa
   auto transfer = made(request, part_bytes, std::move(pieces), why);
   if (transfer) transfer->unpack = std::move(unpack);
   Held held(mutex_);
-  evict(held, request.cell);
+  if (!evict(held, request.cell)) {
+    *why = cells_[request.cell]->failure;
+    totals_.failed++;
+    return 0;
+  }
   if (transfer) *why = refusal(*transfer);
   if (!why->empty()) {
     if (!transfer) transfer = std::make_shared<Transfer>();
@@ -319,18 +326,20 @@ int64_t TransferQueue::replace(const TransferRequest& request, const int64_t* pa
   return transfer->ticket;
 }
 
-void TransferQueue::vacate(int64_t cell) {
+bool TransferQueue::vacate(int64_t cell) {
   Held held(mutex_);
-  evict(held, cell);
+  if (!evict(held, cell)) return false;
   cells_.erase(cell);
   concerns_ = (int64_t)cells_.size();
+  return true;
 }
 
-// Leaves no writer of the cell that has not settled.
-void TransferQueue::evict(Held& held, int64_t cell) {
+// Leaves no writer of the cell that has not settled; false: its read hangs.
+bool TransferQueue::evict(Held& held, int64_t cell) {
   for (auto found = cells_.find(cell); found != cells_.end() && !settled(found->second->state);
        found = cells_.find(cell)) {
     const auto writer = found->second;
+    if (writer->hangs) return false;
     if (writer->state == TransferState::WAITING) {
       take_back(*writer);
       continue;
@@ -338,22 +347,70 @@ void TransferQueue::evict(Held& held, int64_t cell) {
     if (writer->request.cause) give_turn(*writer, 0, writer->request.priority);
     wait_as_op(held, *writer, -1);
   }
+  return true;
 }
 
 std::set<int64_t> TransferQueue::drain() {
   Held held(mutex_);
   const auto flying = [this] {
     for (const auto& [cell, transfer] : cells_) {
-      if (!settled(transfer->state)) return transfer;
+      if (!settled(transfer->state) && !transfer->hangs) return transfer;
     }
     return std::shared_ptr<Transfer>();
   };
   while (const auto transfer = flying()) wait_as_op(held, *transfer, -1);
   std::set<int64_t> failed;
-  for (const auto& [cell, transfer] : cells_) failed.insert(cell);
-  cells_.clear();
-  concerns_ = 0;
+  for (auto it = cells_.begin(); it != cells_.end();) {
+    failed.insert(it->first);
+    it = it->second->hangs && !settled(it->second->state) ? std::next(it) : cells_.erase(it);
+  }
+  concerns_ = (int64_t)cells_.size();
   return failed;
+}
+
+int64_t TransferQueue::hanging() {
+  Held held(mutex_);
+  int64_t count = 0;
+  for (const auto& [ticket, transfer] : transfers_) {
+    count += transfer->hangs && !settled(transfer->state);
+  }
+  return count;
+}
+
+// Whether what is under way has not moved for too long.
+bool TransferQueue::late() const {
+  const double chunk = options_.rate > 0 ? (double)options_.chunk_bytes / options_.rate : 0;
+  return options_.patience > 0 && under_way_[LINK] + under_way_[HERE] > 0 &&
+         now() - moved_ > options_.patience + options_.latency + chunk;
+}
+
+// Nothing can end a read of a disk that does not answer: whoever waits is told that its bytes do not
+// come, and what is under way settles when its read returns.
+void TransferQueue::give_up_late() {
+  std::string why = "no answer";
+  std::vector<std::shared_ptr<Transfer>> all;
+  for (const auto& [ticket, transfer] : transfers_) {
+    if (settled(transfer->state)) continue;
+    if (transfer->under_way && !transfer->hangs) {
+      for (const auto& [file, fd] : transfer->opened) {
+        if (file && all.empty()) why = file->path + ": no answer";
+      }
+      all.insert(all.begin(), transfer);
+    } else if (!transfer->hangs) {
+      all.push_back(transfer);
+    }
+  }
+  char text[64];
+  snprintf(text, sizeof text, " within %g s", options_.patience);
+  why += text;
+  for (const auto& transfer : all) {
+    turns_[lane_of(*transfer)].erase(transfer->turn());
+    transfer->next = transfer->chunks.size();
+    transfer->failure = why;
+    if (transfer->under_way) transfer->hangs = true;
+    else settle(*transfer, TransferState::FAILED);
+  }
+  news_.notify_all();
 }
 
 void TransferQueue::take_back(Transfer& transfer) {
@@ -457,7 +514,7 @@ void TransferQueue::carry_out(Held& held, Bounce& bounce) {
   if (transfer->next == transfer->chunks.size()) turns.erase(turns.begin());
   transfer->state = TransferState::BEGUN;
   transfer->under_way++;
-  const double began = now();
+  const double began = moved_ = now();
   if (!under_way_[lane]++) busy_since_[lane] = began;
   double there = began;
   const bool limited = lane == LINK && options_.rate > 0;
@@ -490,6 +547,7 @@ void TransferQueue::carry_out(Held& held, Bounce& bounce) {
 
 void TransferQueue::end(Held& held, Transfer& transfer, size_t index, std::string failure) {
   const Chunk& chunk = transfer.chunks[index];
+  moved_ = now();
   note(TransferEvent::END, transfer.ticket, chunk.first, failure.empty() ? chunk.bytes : 0);
   if (failure.empty()) {
     transfer.left[(size_t)chunk.part] -= chunk.bytes;
@@ -684,7 +742,7 @@ int64_t TransferQueue::read_some(int fd, void* to, int64_t n, int64_t at) {
 // ---- waiting and seeing
 
 bool TransferQueue::there(const Transfer& transfer, int64_t part) const {
-  if (settled(transfer.state)) return true;
+  if (settled(transfer.state) || transfer.hangs) return true;
   if (part < 0) return false;
   const bool last = part + 1 == (int64_t)transfer.left.size();
   return !transfer.left[(size_t)part] && !(last && transfer.checksum);
@@ -700,8 +758,10 @@ bool TransferQueue::wait_for(Held& held, Transfer& transfer, int64_t part, doubl
     if (left <= 0) break;
     if (mine()) {
       carry_out(held, bounce);
+    } else if (late()) {
+      give_up_late();
     } else if (seconds < 0) {
-      news_.wait(held, [&] { return come() || mine(); });
+      news_.wait_for(held, std::chrono::seconds(1), [&] { return come() || mine(); });
     } else {
       news_.wait_for(held, std::chrono::duration<double>(left));
     }
@@ -740,6 +800,7 @@ TransferState TransferQueue::wait_cell(int64_t cell, int64_t part) {
     give_turn(*transfer, 0, transfer->request.priority);
   }
   wait_as_op(held, *transfer, part);
+  if (transfer->hangs) return TransferState::FAILED;
   return settled(transfer->state) ? transfer->state : TransferState::DONE;
 }
 
@@ -804,8 +865,9 @@ TransferRecord TransferQueue::record_of(const Transfer& transfer) {
   const auto& r = transfer.request;
   int64_t left = 0;
   for (int64_t n : transfer.left) left += n;
+  const TransferState state = transfer.hangs ? TransferState::FAILED : transfer.state;
   return {transfer.ticket, r.cell, transfer.bytes, left, r.layer, r.expert, r.version, r.cause,
-          r.priority, (int32_t)transfer.state};
+          r.priority, (int32_t)state};
 }
 
 double TransferQueue::observe(int64_t most_flying, int64_t most_ended,
@@ -836,8 +898,9 @@ std::string TransferQueue::message(int64_t ticket) {
   return "";
 }
 
-void TransferQueue::close() {
+bool TransferQueue::close() {
   Held held(mutex_);
+  if (abandoned_) return false;
   stopping_ = true;
   for (auto& turns : turns_) {
     for (auto it = turns.begin(); it != turns.end();) {
@@ -859,13 +922,33 @@ void TransferQueue::close() {
   // What has begun ends, also in the hands of callers, who may be in no hurry to take the rest.
   Bounce bounce(options_.chunk_bytes);
   while (under_way_[LINK] || under_way_[HERE] || !idle()) {
-    if (!options_.threads && runnable()) carry_out(held, bounce);
-    else news_.wait_for(held, std::chrono::milliseconds(10));
+    if (!options_.threads && runnable()) {
+      carry_out(held, bounce);
+    } else if (late()) {
+      give_up_late();
+      abandoned_ = true;
+      break;
+    } else {
+      news_.wait_for(held, std::chrono::milliseconds(10));
+    }
   }
   auto threads = std::move(threads_);
   held.unlock();
   work_.notify_all();
-  for (auto& thread : threads) thread.join();
+  for (auto& thread : threads) {
+    if (abandoned_) thread.detach();
+    else thread.join();
+  }
+  return !abandoned_;
+}
+
+bool close_queue(const std::shared_ptr<TransferQueue>& queue) {
+  if (queue->close()) return true;
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<TransferQueue>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(queue);
+  return false;
 }
 
 // ---- what happened

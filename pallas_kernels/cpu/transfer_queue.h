@@ -66,6 +66,7 @@ struct TransferOptions {
   int64_t chunk_bytes;
   double rate;          // bytes per second of the link; 0: as fast as it goes
   double latency;       // seconds from a chunk's end on the link until its bytes count as there
+  double patience;      // seconds that a chunk may take; 0: for ever
 };
 
 // What the queue did since it was made.
@@ -117,9 +118,14 @@ class TransferQueue {
   int64_t replace(const TransferRequest& request, const int64_t* part_bytes, std::string* why,
                   Unpack unpack = {}, Pieces pieces = {});
   // For who writes a cell in another way: as replace does, and a failure of the cell is forgotten.
-  void vacate(int64_t cell);
-  // Returns when nothing flies: the cells that have failed, which are forgotten as such.
+  // false: a read into it hangs.
+  bool vacate(int64_t cell);
+  // Returns when nothing flies but reads that hang: the cells that have failed, which are forgotten
+  // as such.
   std::set<int64_t> drain();
+  // Transfers that were given up, since no chunk of the queue began or ended within the patience,
+  // and whose reads have not returned: they may still write into their cells, which get nothing else.
+  int64_t hanging();
   bool cancel(int64_t ticket);
   bool reorder(int64_t ticket, int32_t cause, int32_t priority);
 
@@ -154,7 +160,9 @@ class TransferQueue {
   void keep_settled(bool keep);  // whether what settles from now on is kept for `observe`
 
   bool step();   // carries out one chunk in the caller's thread; false: none waits
-  void close();  // cancels what has not begun, ends what has
+  // Cancels what has not begun, ends what has. false: reads hang, whose threads need the queue and
+  // the memory that they read into for ever.
+  bool close();
 
   void record(bool on);
   std::vector<TransferEvent> events();
@@ -183,7 +191,9 @@ class TransferQueue {
   std::string refusal(Transfer& transfer);
   void enqueue(const std::shared_ptr<Transfer>& transfer);
   void take_back(Transfer& transfer);
-  void evict(Held& held, int64_t cell);
+  bool evict(Held& held, int64_t cell);
+  bool late() const;
+  void give_up_late();
   void give_turn(Transfer& transfer, int32_t cause, int32_t priority);
   bool there(const Transfer& transfer, int64_t part) const;
   bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
@@ -208,15 +218,19 @@ class TransferQueue {
   std::atomic<int64_t> concerns_{0};  // cells_.size(): 0 needs no lock to know
   int64_t tickets_ = 0, under_way_[LANES] = {};
   double busy_[LANES] = {}, busy_since_[LANES] = {}, link_free_ = 0;
+  double moved_ = 0;     // when a chunk began or ended at last
   int64_t waiting_ = 0;  // ops
   double waiting_since_ = 0;
   TransferTotals totals_{};
-  bool link_taken_ = false, stopping_ = false, forgetful_ = false;
+  bool link_taken_ = false, stopping_ = false, forgetful_ = false, abandoned_ = false;
   std::vector<std::thread> threads_;
 
   bool recording_ = false;
   std::vector<TransferEvent> events_;
 };
+
+// Closes a queue, and keeps it for ever where its reads hang; whether it is closed.
+bool close_queue(const std::shared_ptr<TransferQueue>& queue);
 
 // Queues by number, for ops; null where there is none. Who has one keeps it alive.
 std::shared_ptr<TransferQueue> find_transfer_queue(int32_t handle);

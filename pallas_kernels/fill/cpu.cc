@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "pallas_kernels/cpu/ops.h"
 
@@ -55,15 +56,20 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
     else copies.push_back({record, cell, version.cell.rows * all.hidden});
   }
   // The copying of records is left to the queue, and cells that are written here to us.
+  std::set<const uint16_t*> hanging;  // cells that a read may still write into
   for (int64_t i = 0; all.supply && i < c.count; i++) {
     const StoredVersion& version = all.versions[numbers[i]];
-    if (decoded_on_the_way(version)) all.supply->queue->vacate(c.row[i]);
-    else all.supply->bring(numbers[i], c.layer, c.expert[i], c.row[i],
-                           all.arena + c.row[i] * all.hidden, c.ahead);
+    if (decoded_on_the_way(version)) {
+      if (!all.supply->queue->vacate(c.row[i])) hanging.insert(all.arena + c.row[i] * all.hidden);
+      continue;
+    }
+    all.supply->bring(numbers[i], c.layer, c.expert[i], c.row[i],
+                      all.arena + c.row[i] * all.hidden, c.ahead);
   }
   if (!all.supply) copy_all(pool, copies);
   const int64_t step = std::max<int64_t>(kTask / all.hidden, 1);
   for (const Decoded& d : decoded) {
+    if (hanging.count(d.cell)) continue;
     const Format& cell = d.version.cell;
     const auto rows = [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; r++) {

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moejax import LLM, UserError
+from moejax import LLM, SamplingParams, UserError
+from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.job import Job, open_job
 from scripts.attacks.engine import LIMITS, check_answer
 from scripts.attacks.files import DAMAGE, damage_file
@@ -81,6 +82,54 @@ def attack_combinations(scene: Scene) -> None:
     with llm:
         _answer(scene, llm, f"with {options}")
         scene.counts["preemptions"] += llm.stats()["kv"]["preemptions"]
+
+
+PRESSED: dict[str, tuple[Any, ...]] = {
+    "kv_budget": ("432KiB", "512KiB", "768KiB"),
+    "swap_space": ("64MiB", "128KiB"),
+    "driver": ("device", "host"),
+    "transfers": (None, "queue"),
+    "enable_prefix_caching": (True, False),
+}
+
+
+def attack_pressure(scene: Scene) -> None:
+    """Long requests of several priorities beside the known ones want many times the KV that there
+    is, so that all of them are preempted, swapped out and brought back: the known ones have the
+    bits that they have alone."""
+    rng, known = scene.rng, scene.known
+    options = {name: pick(rng, values) for name, values in PRESSED.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    llm = _open(
+        scene, whole(scene.directory.parents[1], "ours"), options | {"expert_budget": "50%"}
+    )
+    if llm is None:
+        return
+    asked = [
+        GenerationRequest(known.prompts[i], known.params[i], priority=rng.randrange(3), tag=i)
+        for i in known.sample(rng, 24)
+    ]
+    asked += [
+        GenerationRequest(
+            [rng.randrange(1, 4000) for _ in range(rng.randrange(10, 80))],
+            SamplingParams(max_tokens=rng.randrange(60, 110), seed=i, ignore_eos=True),
+            priority=rng.randrange(3),
+        )
+        for i in range(24)
+    ]
+    rng.shuffle(asked)
+    what = f"under pressure with {options}"
+    with llm:
+        for first in range(0, len(asked), 16):
+            some = asked[first : first + 16]
+            found = scene.call(what, partial(lambda some: [*llm.generate_each(some)], some))
+            for request, output in found if isinstance(found, list) else ():
+                if request.tag is not None:
+                    check_answer(scene, request.tag, output, what)
+        kv = llm.stats()["kv"]
+    scene.counts["preemptions"] += kv["preemptions"]
+    scene.counts["KiB swapped out"] += kv["swapped_out_bytes"] >> 10
+    scene.counts["KiB swapped in"] += kv["swapped_in_bytes"] >> 10
 
 
 # ---- files that change under an engine

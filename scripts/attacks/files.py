@@ -139,12 +139,17 @@ def plain_model(directory: Path) -> Path:
     return directory
 
 
-def load(scene: Scene, directory: Path, how: str, **given: Any) -> None:
-    """The checkpoint is refused, or read whole."""
+def load(scene: Scene, directory: Path, how: str, *, outside: bool = False, **given: Any) -> None:
+    """The checkpoint is refused, or read whole. outside: a part of it lies where a checkpoint may
+    not lead, so it must be refused."""
     load_it = partial(load_checkpoint, directory, **given)
     loaded = scene.call(f"load_checkpoint with {how}", load_it)
     if isinstance(loaded, LoadedModel):
         loaded.store.delete()
+        if outside:
+            scene.fault("outside", f"{how}: moejax reads what lies outside of the checkpoint")
+    scene.counts["read outside"] += outside and isinstance(loaded, LoadedModel)
+    scene.counts["refused outside"] += outside and not isinstance(loaded, LoadedModel)
 
 
 def attack_configs(scene: Scene) -> None:

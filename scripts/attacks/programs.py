@@ -14,8 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import LLM, SamplingParams
 from scripts.attacks.files import DEMO, SINGLE, damage_file, mutated_json
-from scripts.attacks.scene import Scene
-from scripts.attacks.trees import map_text
+from scripts.attacks.scene import LIMIT_S, Scene, limit_s
+from scripts.attacks.trees import map_text, whole
 from scripts.attacks.values import pick
 from scripts.parts import file_jobs
 
-PATIENCE_S = 180.0
-"""A command that takes longer hangs."""
+PATIENCE_S, HUNG_S = 180.0, 360.0
+"""A command that takes longer hangs; one whose worker hangs, which it may wait for, as well."""
 SAY_S = 5.0
 """Seconds between two messages that a command still runs."""
 ROOT = Path(__file__).parents[2]
@@ -51,12 +52,15 @@ def run(
     command: Sequence[str],
     meanwhile: Callable[[subprocess.Popen], bool] = lambda process: False,
     environment: Mapping[str, str | None] = {},
+    patience_s: float = PATIENCE_S,
 ) -> Done:
     """Runs a command to its end. A crash, an exception's traceback, a long message and a command
     that does not end are faults.
 
     - `meanwhile`: called again and again; whether it kills the process now.
+    - `patience_s`: on a machine without other programs.
     """
+    patience_s *= limit_s() / LIMIT_S
     out, err = scene.directory / "stdout", scene.directory / "stderr"
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     given = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, **environment}
@@ -74,7 +78,7 @@ def run(
                 said = time.monotonic()
             if killed := meanwhile(process):
                 break
-            if said - begin > PATIENCE_S:
+            if said - begin > patience_s:
                 scene.fault("hung", f"{what}: {' '.join(command)}: {err.read_text()[-1000:]}")
                 break
             time.sleep(0.002)
@@ -209,7 +213,7 @@ def kill_after(output: Path, nbytes: int) -> Callable[[subprocess.Popen], bool]:
     return lambda process: output.exists() and output.stat().st_size >= begin + nbytes
 
 
-def attack_resume(scene: Scene, *more: str) -> None:
+def attack_resume(scene: Scene, *more: str, environment: Mapping[str, str | None] = {}) -> None:
     """A job is killed and given again with other options: it is refused by name, or gives what it
     gives undisturbed."""
     rng, shared = scene.rng, scene.directory.parents[1]
@@ -224,7 +228,8 @@ def attack_resume(scene: Scene, *more: str) -> None:
     for options in (first, *(draw_options(rng, shared) for _ in range(3)), first):
         what = f"a job of {first}, resumed with {options}"
         command = file_jobs.command(source, output, *options, *more)
-        done = run(scene, what, command, kill_after(output, rng.randrange(1, whole // 4)))
+        at = kill_after(output, rng.randrange(1, whole // 4))
+        done = run(scene, what, command, at, environment)
         scene.counts["kills"] += done.status == -signal.SIGKILL
         scene.counts["resumed"] += 1
         scene.counts["refused"] += done.status == 2
@@ -247,9 +252,68 @@ def _is_named(message: str, options: Sequence[str]) -> bool:
 
 def attack_ray(scene: Scene) -> None:
     """The same on Ray's workers."""
-    attack_resume(scene, "--ray=local", "--workers=1", "--cores-per-worker=1")
-    # Ray's own directory, which a driver that is killed leaves.
-    shutil.rmtree(Path(os.environ["TMPDIR"], "ray"), ignore_errors=True)
+    with ray_folder() as environment:
+        attack_resume(
+            scene, "--ray=local", "--workers=1", "--cores-per-worker=1", environment=environment
+        )
+
+
+@contextlib.contextmanager
+def ray_folder() -> Iterator[dict[str, str | None]]:
+    """The environment with a directory of Ray's own, which a driver that is killed leaves. The path
+    of a socket in it may have 107 characters, so TMPDIR's is too long."""
+    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    try:
+        yield {"RAY_TMPDIR": path}
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def attack_hung_workers(scene: Scene) -> None:
+    """One of a Ray job's two workers is stopped while it works: the job says which one hangs, and
+    has its results."""
+    rng, shared = scene.rng, scene.directory.parents[1]
+    source, output = shared / "hung.jsonl", scene.directory / "out.jsonl"
+    if not source.exists():
+        file_jobs.write_input(source, 120, 2)
+    expected = undisturbed(scene, source, ())
+    assert isinstance(expected, list), expected
+    at = rng.randrange(1, sum(map(len, expected)) // 4)
+    stopped: list[int] = []
+
+    def stop(process: subprocess.Popen) -> bool:
+        if not stopped and output.exists() and output.stat().st_size >= at:
+            workers = sorted(_workers_of(process))
+            if workers:
+                stopped.append(pick(rng, workers))
+                os.kill(stopped[0], signal.SIGSTOP)
+        return False
+
+    more = ("--ray=local", "--workers=2", "--cores-per-worker=1")
+    command = file_jobs.command(source, output, *more)
+    with ray_folder() as environment:
+        done = run(scene, "a job whose worker hangs", command, stop, environment, HUNG_S)
+    scene.counts["workers stopped"] += len(stopped)
+    scene.counts[f"exit {done.status}"] += 1
+    if done.status not in (0, 3) or file_jobs.results(output) != expected:
+        scene.fault("lost", f"a job whose worker hangs: {done.status}: {done.err[-800:]}")
+    elif stopped and "does not answer" in done.err:
+        scene.counts["workers named as hung"] += 1
+
+
+def _workers_of(process: subprocess.Popen) -> Iterator[int]:
+    """The processes of a command's actors that have a model."""
+    with contextlib.suppress(OSError, StopIteration):  # it has ended
+        own = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        mark = next(each for each in own if each.startswith(f"{MARK}=".encode()))
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if not (path / "cmdline").read_bytes().startswith(b"ray::Generator"):
+                    continue
+                # The actor's title has overwritten its environment; its raylet has one.
+                raylet = (path / "stat").read_text().rpartition(")")[2].split()[1]
+                if mark in Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0"):
+                    yield int(path.name)
 
 
 # ---- places
@@ -271,12 +335,16 @@ def _slow(source: Path) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-def _in_cgroup(directory: Path, most: int) -> list[str]:
-    """The beginning of a command that may have so many bytes of memory."""
-    script = (
-        f'echo {most} > {directory}/memory.limit_in_bytes; echo $$ > {directory}/tasks; exec "$@"'
-    )
+def _in_cgroup(directory: Path, limit: str, value: str) -> list[str]:
+    """The beginning of a command in a control group with this limit."""
+    script = f'echo {value} > {directory}/{limit}; echo $$ > {directory}/tasks; exec "$@"'
     return ["sh", "-c", script, "sh"]
+
+
+def _disk_of(path: Path) -> str:
+    """The device, "major:minor", that a file lies on."""
+    device = path.stat().st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
 
 
 def attack_places(scene: Scene) -> None:
@@ -289,8 +357,10 @@ def attack_places(scene: Scene) -> None:
     folder = scene.directory / "out"
     folder.mkdir()
     output, options = folder / "out.jsonl", pick(rng, ((), ("--store=shared",)))
-    expected = undisturbed(scene, source, options)
-    group = Path("/sys/fs/cgroup/memory") / f"moejax-attack-{os.getpid()}"
+    groups = {
+        "a memory cgroup": Path("/sys/fs/cgroup/memory") / f"moejax-attack-{os.getpid()}",
+        "a slow disk": Path("/sys/fs/cgroup/blkio") / f"moejax-attack-{os.getpid()}",
+    }
     most = pick(rng, (64, 256, 400, 600)) * 1_000_000
     full = pick(rng, ("1k", "64k", "1m", "4m"))
     places: dict[str, list[str]] = {
@@ -302,9 +372,21 @@ def attack_places(scene: Scene) -> None:
         "few descriptors": ["prlimit", f"--nofile={pick(rng, (64, 128))}"],
         "a limit of file sizes": ["prlimit", f"--fsize={pick(rng, (2500, 4000))}"],
         "another user": ["setpriv", "--reuid=65534", "--clear-groups"],
-        "a memory cgroup": _in_cgroup(group, most),
+        "a memory cgroup": _in_cgroup(
+            groups["a memory cgroup"], "memory.limit_in_bytes", str(most)
+        ),
+        # Native threads read past the page cache, so every expert comes at this rate.
+        "a slow disk": _in_cgroup(
+            groups["a slow disk"],
+            "blkio.throttle.read_bps_device",
+            f"{_disk_of(shared)} {pick(rng, (16, 64)) << 20}",
+        ),
     }
     place = pick(rng, sorted(places))
+    if place == "a slow disk":
+        model = whole(scene.directory.parents[1], "ours")
+        options = (f"--model={model}", "--store=file", "--expert-budget=25%", "--max-tokens=6")
+    expected = undisturbed(scene, source, options)
     command = file_jobs.command(source, output, *options)
     if place == "a slow input":
         command = [word.replace(f"--input={source}", "--input=-") for word in command]
@@ -313,15 +395,15 @@ def attack_places(scene: Scene) -> None:
         command = [word.replace(str(output), str(shared / "noexec.jsonl")) for word in command]
         output = shared / "noexec.jsonl"
     home = {"HOME": str(folder)} if place == "another user" else {}
-    if place == "a memory cgroup":
+    if group := groups.get(place):
         group.mkdir(exist_ok=True)
     before = len(scene.faults)
     done = run(scene, f"a job in {place}", places[place] + command, environment=home)
-    if place == "a memory cgroup":
+    if group:
         with contextlib.suppress(OSError):
             group.rmdir()
-        if done.status == -signal.SIGKILL:  # by the kernel, as it should
-            del scene.faults[before:]
+    if place == "a memory cgroup" and done.status == -signal.SIGKILL:  # by the kernel
+        del scene.faults[before:]
     scene.counts[f"{place}: exit {done.status}"] += 1
     if done.status in (0, 3) and place != "a full disk":
         if file_jobs.results(output) != expected:

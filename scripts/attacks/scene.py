@@ -43,7 +43,8 @@ class Fault:
     """Something that must not be."""
 
     what: str
-    """`raised`, `slow`, `message`, `memory`, `bits`, `engine`, `lost`, `left`, `died` or `hung`."""
+    """`raised`, `slow`, `message`, `memory`, `bits`, `engine`, `lost`, `left`, `outside`, `died` or
+    `hung`."""
     text: str
 
 

@@ -6,16 +6,19 @@ import json
 import os
 import random
 import shutil
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import yaml
 from safetensors.numpy import load_file
 
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.foreign.name_map import NameMap, load_name_map
+from pallas_kernels.cpu.checksums import checksum
 from scripts.attacks.files import DEMO, SINGLE, damage_file, load, mutated_json
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import TEXTS, nested, pick
@@ -72,11 +75,16 @@ def attack_trees(scene: Scene) -> None:
         how = _folders(rng, directory, path)
     else:
         how = f"{path.relative_to(directory)}: {damage_file(rng, path)}"
+    load_tree(scene, directory, form, how)
+
+
+def load_tree(scene: Scene, directory: Path, form: str, how: str, outside: bool = False) -> None:
+    """Loads a tree by the map of its form."""
     given: dict[str, Any] = {}
     if form != "ours":
         given["name_map"] = scene.directory / "map.json"
         given["name_map"].write_text(json.dumps(plain_map()))
-    load(scene, directory, f"a tree ({form}), {how}"[:300], **given)
+    load(scene, directory, f"a tree ({form}), {how}"[:300], outside=outside, **given)
 
 
 def _folders(rng: random.Random, directory: Path, path: Path) -> str:
@@ -97,6 +105,70 @@ def _folders(rng: random.Random, directory: Path, path: Path) -> str:
         shutil.rmtree(folder)
         folder.mkdir()
     return f"the folder {folder.name[:40]}: {how}"
+
+
+# ---- trees that lead out
+
+INSIDE = "in/"
+"""A folder of an OCDBT store that holds its nodes and values. "../" has as many characters."""
+
+
+@cache
+def _without_compression(directory: Path) -> Path:
+    """The tree in one store, whose manifest can be edited; made once."""
+    source = whole(directory, "ocdbt")
+    path = directory / "ocdbt-plain"
+    shutil.copytree(source, path, ignore=shutil.ignore_patterns("d", "ocdbt.*", "manifest.ocdbt"))
+    prefixes = ("value_data", "btree_node_data", "version_tree_node_data")
+    writing = {f"{name}_prefix": INSIDE for name in prefixes} | {"config": {"compression": None}}
+    old, new = (
+        ts.KvStore.open({"driver": "ocdbt", "base": f"file://{at}/"} | more).result()
+        for at, more in ((source, {}), (path, writing))
+    )
+    with ts.Transaction() as at_once:
+        for key in old.list().result():
+            new.with_transaction(at_once).write(key, old.read(key).result().value).result()
+    return path
+
+
+def _lead_out_by_store(directory: Path) -> None:
+    """The manifest of the store names files beside the checkpoint, which are there."""
+    for path in (directory / INSIDE).iterdir():
+        shutil.copy(path, directory.parent)
+    manifest = directory / "manifest.ocdbt"
+    data = manifest.read_bytes()[:-4].replace(INSIDE.encode(), b"../")
+    assert b"../" in data, "a manifest that names no file"
+    manifest.write_bytes(data + struct.pack("<I", int(checksum("crc32c", data), 16)))
+
+
+def _lead_out_by_key(rng: random.Random, directory: Path) -> None:
+    """A leaf's key leads to an array beside the checkpoint, which is there."""
+    path = directory / "_METADATA"
+    tree = json.loads(path.read_text())
+    entry = pick(rng, [*tree["tree_metadata"].values()])
+    keys = [part["key"] for part in entry["key_metadata"]]
+    at = directory / ".".join(keys)
+    if at.is_dir():
+        shutil.move(at, directory.parent / at.name)
+    out = ("..", str(directory.parent), f"../{directory.name}/..", "x/../..", "./..")
+    entry["key_metadata"][0]["key"] = f"{pick(rng, out)}/{keys[0]}"
+    path.write_text(json.dumps(tree))
+
+
+def attack_outside(scene: Scene) -> None:
+    """A tree with a part outside of its directory is refused."""
+    directory = scene.directory / "model"
+    shared = scene.directory.parents[1]
+    way = pick(scene.rng, ("store", "key", "key of a store"))
+    form = "directories" if way == "key" else "ocdbt"
+    shutil.copytree(
+        _without_compression(shared) if way == "store" else whole(shared, form), directory
+    )
+    if way == "store":
+        _lead_out_by_store(directory)
+    else:
+        _lead_out_by_key(scene.rng, directory)
+    load_tree(scene, directory, form, f"that leads out by a {way}", outside=True)
 
 
 # ---- name maps

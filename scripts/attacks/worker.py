@@ -52,14 +52,17 @@ KINDS: dict[str, tuple[int, Attack]] = {
     "configs": (3, files.attack_configs),
     "weights": (3, files.attack_weights),
     "trees": (3, trees.attack_trees),
+    "outside": (2, trees.attack_outside),
     "maps": (3, trees.attack_maps),
     "combinations": (6, engines.attack_combinations),
+    "pressure": (3, engines.attack_pressure),
     "running files": (4, engines.attack_running_files),
     "forks": (1, engines.attack_forks),
     "outputs": (3, engines.attack_outputs),
     "many": (1, engines.attack_many),
     "resume": (4, programs.attack_resume),
     "ray": (1, programs.attack_ray),
+    "hung workers": (1, programs.attack_hung_workers),
     "places": (3, programs.attack_places),
     "caches": (1, programs.attack_caches),
     "files": (4, programs.attack_files),
@@ -75,7 +78,9 @@ GRACE_S = 5.0
 ERA = 50
 """Cases that one engine sees, under one set of conditions."""
 
-COMPILING = frozenset({"callbacks", "combinations", "running files", "forks", "many", "files"})
+COMPILING = frozenset(
+    {"callbacks", "combinations", "pressure", "running files", "forks", "many", "files"}
+)
 """Kinds that start a model of their own: what its compilation took stays with the process."""
 
 MEMORY = 2.0

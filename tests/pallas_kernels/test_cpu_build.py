@@ -47,7 +47,7 @@ def test_without_a_compiler_the_build_says_so(monkeypatch, capsys):
     )
 
 
-def test_a_build_keeps_the_objects_of_its_sources(monkeypatch, tmp_path):
+def test_a_build_is_kept_in_the_cache_and_not_beside_the_sources(monkeypatch, tmp_path):
     """With a compiler that writes its own arguments."""
     compiler = tmp_path / "c++"
     compiler.write_text(
@@ -57,12 +57,17 @@ def test_a_build_keeps_the_objects_of_its_sources(monkeypatch, tmp_path):
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build, "OBJECTS", tmp_path / "objects")
-    assert build.kept_objects() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = sorted(path for path in build.HERE.rglob("*") if "__pycache__" not in path.parts)
+    assert build.kept() is None
     made = build.build(tmp_path / "out").read_text()
     assert "-shared" in made and "kernels_portable.o" in made and "amx.o" in made
-    kept = build.kept_objects()
+    kept = build.kept()
     assert "-DMOEJAX_LANES=4" in (kept / "kernels_portable.o").read_text()
+    assert (kept / build.LIBRARY).read_text() == made
+    assert before == sorted(p for p in build.HERE.rglob("*") if "__pycache__" not in p.parts)
+    kept.chmod(0o777)
+    assert build.kept() is None  # others may have put code there
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
@@ -93,19 +98,22 @@ def test_a_missing_library_is_refused_with_the_command_that_mends_it(monkeypatch
 
 
 def test_no_library_at_all_is_refused(monkeypatch, tmp_path):
-    (tmp_path / build.LIBRARY).write_text("no library")
+    text = b"no library"
+    (tmp_path / build.LIBRARY).write_bytes(text + build._seal(text))
     monkeypatch.setattr(library, "HERE", tmp_path)
     assert "do not load" in library._load.__wrapped__()[1]
 
 
 @NATIVE
-@pytest.mark.parametrize("size", [20, 5000, -1])
-def test_a_library_that_is_cut_short_is_refused_before_it_is_loaded(monkeypatch, tmp_path, size):
-    whole = (library.HERE / build.LIBRARY).read_bytes()
+@pytest.mark.parametrize("size", [20, 5000, -1, None])
+def test_a_library_that_is_damaged_is_refused_before_it_is_loaded(monkeypatch, tmp_path, size):
+    whole = bytearray((library.HERE / build.LIBRARY).read_bytes())
+    if size is None:
+        whole[len(whole) // 2] ^= 1
     (tmp_path / build.LIBRARY).write_bytes(whole[:size])
     monkeypatch.setattr(library, "HERE", tmp_path)
     monkeypatch.setattr(library.ctypes, "CDLL", None)
-    assert "are cut short; `python -m pallas_kernels.cpu`" in library._load.__wrapped__()[1]
+    assert "are damaged; `python -m pallas_kernels.cpu`" in library._load.__wrapped__()[1]
 
 
 def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path):
@@ -114,7 +122,8 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     monkeypatch.setattr(build, "digest", lambda: "these")
     monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
     monkeypatch.setattr(build, "build", lambda folder: folder / "compiled")
-    assert build.built(folder) == folder / "compiled"
+    monkeypatch.setattr(build, "kept", lambda: None)
+    monkeypatch.setattr(build, "is_whole", lambda path: True)
     beside.write_text("of other sources")
     assert build.built(folder) == folder / "compiled"
     beside.write_text("of these")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from host_offload.memory import bounded_reads
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.orbax.steps import TREE
 from moejax.checkpoints.shards import Header
@@ -194,7 +195,11 @@ class LeafReader:
         store = _result(self._tree, leaf.path, future)
         if tuple(store.shape) != leaf.header.shape or store.dtype.name != leaf.header.dtype:
             raise UserError(f"{self._tree.directory}: leaf {leaf.path} changed while being read")
-        return np.asarray(_result(self._tree, leaf.path, store[index].read()))
+        part = store[index]
+        read = part.read()
+        return np.asarray(
+            _result(self._tree, leaf.path, read, part.size * store.dtype.numpy_dtype.itemsize)
+        )
 
 
 def touched_bytes(leaf: TreeLeaf, index: tuple[int | slice, ...]) -> int:
@@ -233,9 +238,14 @@ def _open(tree: Tree, path: str, context: Any) -> Any:
         raise _damage_error(tree, path, error) from None
 
 
-def _result(tree: Tree, path: str, future: Any) -> Any:
+def _result(tree: Tree, path: str, future: Any, nbytes: int = 0) -> Any:
+    """What a future gives. A result of so many bytes may take as long as other reads of them."""
     try:
-        return future.result()
+        return future.result(bounded_reads.READ_S * (1 + nbytes // bounded_reads.PIECE))
+    except TimeoutError:
+        raise UserError(
+            f"{tree.directory}: leaf {path}: no answer within {bounded_reads.READ_S:g} s"
+        ) from None
     except (ValueError, TypeError, OverflowError, OSError, MemoryError) as error:
         raise _damage_error(tree, path, error) from None
 

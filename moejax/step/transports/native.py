@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import jax
+
 from host_offload.memory.record_source import locate_records
 from host_offload.queue.native import NativeQueue, Totals
+from host_offload.queue.transfer import QueueError
+from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.programs import ProgramKey
@@ -37,12 +41,17 @@ class NativeTransport(Transport):
         )
         self.queue.keep_settled(False)
         store, stored = buffers.store, buffers.stored
-        sources = locate_records(
-            [store.versions[version].source for version in stored],
-            [*map(store.places, stored)],
-            buffers.tables.address.shape[0],
-            self.queue.file_number,
-        )
+        try:
+            sources = locate_records(
+                [store.versions[version].source for version in stored],
+                [*map(store.places, stored)],
+                buffers.tables.address.shape[0],
+                self.queue.file_number,
+            )
+        except QueueError as error:  # a file is gone, or does not answer
+            self.queue.close()
+            raise UserError(str(error)) from None
+        self._in_files = any(store.versions[version].source.first_file for version in stored)
         ahead = self.queue.cause_number("prefetch")
         memory.attach(self.queue.handle, sources, ahead=ahead, buffers=spec.buffers)
         compiler.need(ProgramKey("drain"))
@@ -51,6 +60,12 @@ class NativeTransport(Transport):
         return (self._buffers.arena.token,)
 
     def drain(self) -> None:
+        self._drain()
+        if self._in_files:  # before anything else gets the memory of cells
+            jax.block_until_ready(self._buffers.tables)
+            self.queue.require_answers()
+
+    def _drain(self) -> None:
         buffers = self._buffers
         drained = self._compiler.call(ProgramKey("drain"), buffers.arena, buffers.tables)
         buffers.arena, buffers.tables = drained
@@ -58,7 +73,7 @@ class NativeTransport(Transport):
     def failures(self, writes: int) -> list[TransferFailure]:
         failed = self._memory.failures(writes)
         if failed:
-            self.drain()
+            self._drain()
         return failed
 
     def totals(self) -> Totals:

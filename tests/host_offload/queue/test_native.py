@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from host_offload.memory import bounded_reads
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
 from pallas_kernels.cpu.checksums import checksum
@@ -275,6 +276,46 @@ def test_a_file_that_changes_under_a_read(path, change, message):
         change(path)
         settled = queue.wait(ticket)
     assert settled and (settled.state, settled.message) == ("failed", f"{path}: {message}")
+
+
+HANGING = [np.zeros(BYTES.size, np.uint8) for _ in range(3)]
+"""Memory that reads may write into after their test."""
+
+
+def test_a_read_without_an_answer_fails_what_waits_and_keeps_its_cell(path, monkeypatch):
+    monkeypatch.setattr(bounded_reads, "READ_S", 0.2)
+    with NativeQueue(threads=1, chunk_bytes=BYTES.size) as queue:
+        inject(queue, Faults(seed=1, delay=3.0))
+        tickets = [queue.submit(transfer(i), from_file(path, HANGING[i])) for i in range(2)]
+        message = f"{path}: no answer within 0.2 s"
+        for ticket in tickets:  # the second one waits for the only thread
+            settled = queue.wait(ticket)
+            assert settled and (settled.state, settled.message) == ("failed", message)
+        assert queue.wait_cell(0) == queue.wait_cell(1) == "failed"
+        with pytest.raises(QueueError, match=r"reads of 1 experts have had no answer for 0\.2 s"):
+            queue.require_answers()
+        with pytest.raises(QueueError, match="has a transfer under way"):
+            queue.submit(transfer(0), from_file(path, HANGING[0]))
+        inject(queue, Faults())
+        for _ in range(1000):
+            try:
+                queue.require_answers()
+                break
+            except QueueError:
+                time.sleep(0.01)
+        monkeypatch.undo()
+        assert queue.wait(queue.submit(transfer(0), from_file(path, HANGING[0]))).state == "done"
+
+
+def test_closing_waits_for_no_read_without_an_answer(path, monkeypatch):
+    monkeypatch.setattr(bounded_reads, "READ_S", 0.2)
+    queue = NativeQueue(threads=1, chunk_bytes=BYTES.size)
+    inject(queue, Faults(seed=1, delay=4.0))
+    queue.submit(transfer(2), from_file(path, HANGING[2]))
+    time.sleep(0.1)
+    began = time.monotonic()
+    queue.close()
+    assert time.monotonic() - began < 2
 
 
 def test_refuses_files_that_cannot_be_read(queue, path, tmp_path):

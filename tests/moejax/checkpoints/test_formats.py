@@ -9,13 +9,17 @@ import os
 import pathlib
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
+from host_offload.memory import bounded_reads
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import checkpoint_format, load_checkpoint
@@ -184,6 +188,32 @@ def test_what_is_cut_or_missing_is_named(saved, tmp_path, damage):
     with pytest.raises(UserError, match=saved.format.names) as caught:
         saved.load(directory=directory)
     assert str(directory) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_disk_without_an_answer_is_named(saved, monkeypatch):
+    """Whichever call to it hangs first."""
+    never, opened = threading.Event(), os.open
+    path = saved.directory / saved.format.weights
+    read = os.preadv if saved.format.kind == "safetensors" else None
+
+    def open_or_hang(at, *args, **kwargs):
+        hangs = os.fspath(at) == str(path) and read is None
+        return never.wait() if hangs else opened(at, *args, **kwargs)
+
+    monkeypatch.setattr(bounded_reads, "READ_S", 0.3)
+    monkeypatch.setattr(os, "open", open_or_hang)
+    if read is not None:
+        monkeypatch.setattr(os, "preadv", lambda *_: never.wait())
+    if saved.format.kind == "orbax":  # tensorstore opens files itself
+        _promise, future = tensorstore.Promise.new()
+        monkeypatch.setattr(tensorstore, "open", lambda *_, **__: future)
+    began = time.monotonic()
+    try:
+        with pytest.raises(UserError, match=r"no answer within 0\.3 s") as caught:
+            saved.load()
+    finally:
+        never.set()
+    assert str(saved.directory) in str(caught.value) and time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from host_offload.memory import bounded_reads
 from host_offload.queue.cached import CachedRecords
 from moejax import LLM, UserError
 from moejax.checkpoints.conversion import convert
@@ -19,6 +22,7 @@ from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
+from tests.faults import Faults, inject
 from tests.moejax.checkpoints.conversions import copied, flip, rewrite_manifest
 from tests.moejax.engine.scenes import GREEDY, LIMITS, QUEUE, RECORD, STREAM_QUEUE, open_llm
 from tests.pallas_kernels.contract import NATIVE
@@ -254,6 +258,33 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, want
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             assert answered(llm, ASKED) == wanted
             assert not llm.engine.runner.faults()
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [CELLS, THROUGH])
+def test_a_disk_that_does_not_answer_for_a_while(options, converted, wanted, monkeypatch):
+    """Requests that need it fail and name a file, nothing else gets the memory that its late bytes
+    may come into, and all is well again afterwards."""
+    monkeypatch.setattr(bounded_reads, "READ_S", 0.5)
+    with open_llm(converted, **options) as llm:
+        queue = llm.engine.runner.transport.queue
+        inject(queue, Faults(seed=3, delay=4.0))
+        ((_, error),) = answered(llm, ASKED[:1])
+        assert re.search(rf"{converted}.*: no answer within 0\.5 s", error)
+        with pytest.raises(ValueError, match=r"have had no answer for 0\.5 s"):
+            llm.engine.runner.faults()
+        inject(queue, Faults())
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                queue.require_answers()
+                break
+            except ValueError:
+                time.sleep(0.05)
+        monkeypatch.undo()
+        assert answered(llm, ASKED) == wanted
+        assert not llm.engine.runner.faults()
 
 
 @NATIVE
