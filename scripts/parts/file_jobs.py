@@ -60,12 +60,14 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def results(output: Path) -> list[str]:
-    """Results sorted by id, as JSON without `metrics`. Raises ValueError for a torn line."""
+    """Results sorted by id, as JSON without `metrics` and the model's name, which is its path.
+    Raises ValueError for a torn line."""
     found = []
     for line in output.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             raise ValueError(f"{output} ends in a torn line")
         record = json.loads(line)
         record.pop("metrics", None)
+        ((record.get("response") or {}).get("body") or {}).pop("model", None)
         found.append((str(record.get("custom_id", record["id"])), json.dumps(record)))
     return [text for _, text in sorted(found)]
