@@ -126,13 +126,21 @@ def reading_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown()
 
 
-class BoundedFile(io.FileIO):
-    """A file whose reads raise OSError if they take too long. It is opened without waiting: a pipe
-    in its place would wait for a writer."""
+def open_within(path: str | os.PathLike[str]) -> int:
+    """Opens a file for reading and returns the descriptor. Raises OSError, also if that takes too
+    long. A pipe is opened without waiting for a writer."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    return read_within(path, lambda: os.open(path, flags))
 
-    def __init__(self, path: str | os.PathLike[str]):
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        super().__init__(read_within(path, lambda: os.open(path, flags)))
+
+class BoundedFile(io.FileIO):
+    """A file whose reads raise OSError if they take too long.
+
+    - `descriptor`: of `open_within`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], descriptor: int):
+        super().__init__(descriptor)
         self._path = pathlib.Path(path)
 
     def readinto(self, into: Any, /) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from host_offload.memory.bounded_reads import PIECE, read_within
+from host_offload.memory.bounded_reads import PIECE, open_within, read_within
 from moejax.errors import UserError, shown
 from moejax.models.directory import open_regular, read_json, require_own_file
 from moejax.models.json_values import is_integer, parse_json
@@ -116,8 +116,7 @@ class Shard:
         """Opens the file. Raises UserError where that fails, and at either end of the `with` where
         the file has changed since its header was read."""
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            descriptor = read_within(self.path, functools.partial(os.open, self.path, flags))
+            descriptor = open_within(self.path)
         except OSError as error:
             raise _unreadable(self.path, error) from None
         try:

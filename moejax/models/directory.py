@@ -12,7 +12,7 @@ import os
 import pathlib
 import stat
 
-from host_offload.memory.bounded_reads import BoundedFile, read_within
+from host_offload.memory.bounded_reads import BoundedFile, open_within, read_within
 from moejax.errors import UserError
 from moejax.models.json_values import parse_json
 
@@ -61,13 +61,13 @@ def open_regular(
     Raises OSError. Raises UserError at once for a larger file and for one that is not regular,
     since opening a pipe would wait for a writer.
     """
-    file = BoundedFile(path)
+    descriptor = open_within(path)
     try:
-        check_size(path, os.fstat(file.fileno()), most, what)
+        check_size(path, os.fstat(descriptor), most, what)
     except UserError:
-        file.close()
+        os.close(descriptor)
         raise
-    return file
+    return BoundedFile(path, descriptor)
 
 
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:

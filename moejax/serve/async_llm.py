@@ -154,9 +154,9 @@ class AsyncLLM:
         self._engine.tell(function)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when a step failed, UserError when the AsyncLLM is closed."""
-        with self._engine.open():
-            pass
+        """Raises EngineDeadError when a step failed or has run for half an hour, UserError when the
+        AsyncLLM is closed."""
+        self._engine.require_steps()
 
     async def close(self) -> None:
         """Ends all requests and, after the running step, the engine's thread; then frees the model,

@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from moejax.requests.tokenizer import Tokenizer
 
 log = logging.getLogger("moejax")
+
+STEP_S = 1800.0
+"""Seconds that a step may take until `require_steps` says that it hangs."""
 
 Command = tuple[Future | None, Callable[[], Any]]
 """A function for the engine's thread, with the future of its result; None: nothing waits for the
@@ -107,6 +111,8 @@ class EngineThread:
         ] = {}  # streams with tokens that their reader has not seen
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, News]]] = {}
         self._stopping = False
+        self._step_began: float | None = None
+        """time.monotonic() when the running step began; None: none runs."""
 
     # ---- for all threads
 
@@ -119,6 +125,15 @@ class EngineThread:
             if self._ended:
                 raise self._end()
             yield
+
+    def require_steps(self) -> None:
+        """Raises EngineDeadError if the running step hangs, and as `open`."""
+        with self.open():
+            began = self._step_began
+        if began is not None and (seconds := time.monotonic() - began) > STEP_S:
+            raise EngineDeadError(
+                f"a step of the engine has not ended for {seconds:.0f} s; end the process"
+            )
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the thread; returns or raises what the function does. Raises like
@@ -213,6 +228,7 @@ class EngineThread:
             _carry_out(*self._commands.get())
 
     def _step(self) -> None:
+        self._step_began = time.monotonic()
         try:
             touched = self._engine.step()
         except OutOfKV as error:
@@ -220,6 +236,8 @@ class EngineThread:
                 self._post(stream, UserError(str(error)))
                 self.drop(stream)
             return
+        finally:
+            self._step_began = None
         self._unseen.update((self._stream_of[request], None) for request in touched)
         for stream in tuple(self._unseen):
             assert stream.submission is not None

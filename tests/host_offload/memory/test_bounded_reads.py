@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from host_offload.memory import bounded_reads
-from host_offload.memory.bounded_reads import BoundedFile, read_within, reading_pool
+from host_offload.memory.bounded_reads import BoundedFile, open_within, read_within, reading_pool
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_read_has_a_deadline_and_its_own_errors(never, monkeypatch, tmp_path):
         read_within("some/file", never)
     monkeypatch.setattr(os, "open", lambda *_: never())
     with pytest.raises(OSError, match="no answer"):
-        BoundedFile(tmp_path / "file")
+        open_within(tmp_path / "file")
     assert read_within("a", lambda: 4) == 4
 
 
@@ -37,7 +37,7 @@ def test_a_file_has_its_bytes(tmp_path, monkeypatch):
     path, content = tmp_path / "file", bytes(range(256))
     path.write_bytes(content)
     monkeypatch.setattr(bounded_reads, "PIECE", 100)
-    with BoundedFile(path) as file:
+    with BoundedFile(path, open_within(path)) as file:
         assert (file.read(3), file.read()) == (content[:3], content[3:])
         file.seek(10)
         into = bytearray(150)

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from moejax import AsyncLLM, EngineDeadError, SamplingParams, UserError
+from moejax.serve import engine_thread
 from scripts.check.kv_faults import kv_faults
 from tests.moejax.serve.conftest import LIMITS
 
@@ -206,6 +207,10 @@ def test_a_failing_step_reaches_everybody(llm, expected, monkeypatch):
                     asyncio.create_task(last(served.generate([5], LONG))),
                 ]
                 await asyncio.sleep(0.05)
+                await served.check_health()
+                patch.setattr(engine_thread, "STEP_S", 0.01)
+                with pytest.raises(EngineDeadError, match="a step of the engine has not ended for"):
+                    await served.check_health()
                 go.set()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
