@@ -197,6 +197,33 @@ class KVCache:
         while self._idle:
             self._drop_longest_idle()
 
+    # ---- keeping
+
+    @property
+    def published(self) -> dict[Block, bytes]:
+        """Published blocks and their keys: those without a holder, the longest unused first, then
+        the others."""
+        every = self._idle | self._published
+        return {block: key for key, block in every.items()}
+
+    def contents(self, blocks: Sequence[Block]) -> list[HostPage]:
+        """Copies the blocks' pages to the host."""
+        there = [block for block in blocks if block.row is not None]
+        pages = dict(
+            zip(there, self.read([b.row for b in there if b.row is not None]), strict=True)
+        )
+        return [pages.get(block, block.host) for block in blocks]
+
+    def adopt(self, pages: Sequence[HostPage]) -> list[Block]:
+        """Returns new blocks with these pages. Raises OutOfPages, taking nothing, if too few are
+        available."""
+        rows = self._rows(len(pages))
+        with self._returned_on_failure(rows):
+            self.write(pages, rows)
+        blocks = [Block(None) for _ in rows]
+        self._place(blocks, rows)
+        return blocks
+
     # ---- swapping
 
     def copy(self, block: Block) -> Block | None:

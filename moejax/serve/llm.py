@@ -53,6 +53,7 @@ from moejax.serve.generation import (
     run_scores,
     run_stream,
 )
+from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
 from moejax.start.decide.store_choice import by_copies, estimate_store, store_builder
@@ -108,6 +109,8 @@ class LLM:
             store=estimate_store(settings),
         )
         let_children_end()
+        if options.memory.kv_dir is not None:
+            require_writable(options.memory.kv_dir)
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
         settings = settings.of_model(record_version(directory))
@@ -144,6 +147,7 @@ class LLM:
                     loaded.shared.close()
                 raise
             self._start.end("engine")
+        self._kept_kv = self._restore_kv()
         self.dtype, self._made, self._shared = loaded.dtype, loaded.quantizers, loaded.shared
         self._start.end("tokenizer")
         self._tracer = self.engine.tracer  # also while the engine runs without it
@@ -159,6 +163,19 @@ class LLM:
             if note := kernels.note():  # a user must see without a log why it is slow
                 fallbacks.warning(note)
             check_behind(kernels, self.device)
+
+    def _restore_kv(self) -> KeptKV | None:
+        """Restores the KV of the option kv_dir, if it is given. Returns its place."""
+        if self.options.memory.kv_dir is None:
+            return None
+        kept = KeptKV(self.options.memory.kv_dir, self.options, self.engine.runner.steps)
+        try:
+            if tokens := kept.restore(self.engine):
+                self._notes = (*self._notes, f"kv_dir has KV of {tokens} tokens from before")
+        except BaseException:
+            self.engine.runner.delete()
+            raise
+        return kept
 
     def _load(
         self,
@@ -457,6 +474,8 @@ class LLM:
                 self.engine.control.controller.finish()
             if self._tracer is not None:
                 self._tracer.close()
+            if self._kept_kv is not None:
+                self._kept_kv.save(self.engine)
         finally:
             self.engine.runner.delete()
             if self._shared is not None:

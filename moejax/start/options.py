@@ -169,6 +169,12 @@ class MemoryOptions:
         default="swap",
         converter=_word("kv_overflow", "swap", "recompute"),
     )
+    kv_dir: str | None = same_bits(
+        "directory in which sessions and cached beginnings of prompts outlive the process: what it "
+        "holds at its end, the next start of the same model and options finds (default: none)",
+        default=None,
+        metavar="DIR",
+    )
     enable_prefix_caching: bool = same_bits(
         "prompts with the same beginning share KV (default: they do)",
         default=True,

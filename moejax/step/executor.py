@@ -370,6 +370,11 @@ class Executor:
             given = tuple(pages[i] for i in number), padded, np.int32(count)
             self._change_arena("swap_in", *given)
 
+    def host_pages(self, pages: Sequence[np.ndarray]) -> list[jax.Array]:
+        """Copies pages, uint16[page bytes / 2] each, to where read_pages has its results."""
+        place = self.buffers.sharding.with_memory_kind("pinned_host")
+        return [jax.device_put(page, place) for page in pages]
+
     def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
         for _, padded in _batches(SWAP_PAGES, sources, targets):

@@ -1,0 +1,95 @@
+"""KV in a directory: the same bits after a restart, bound to model and options, checked."""
+
+import itertools
+
+import pytest
+
+from moejax import LLM, SamplingParams, UserError
+
+LIMITS = {"max_num_seqs": 2, "max_model_len": 256, "progress": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = [5 + i % 90 for i in range(100)]
+
+
+def turns(starts, directory, **options):
+    """Token ids of three turns of a session and of one prompt twice, over engines that start anew
+    after each; cached tokens of each."""
+    found, cached, history, llm = [], [], list(LONG), None
+    for turn in range(3):
+        if llm is None or starts:
+            if llm is not None:
+                llm.close()
+            given = {"kv_dir": directory} if directory else {}
+            llm = LLM("demo", **LIMITS, **given, **options)
+        for prompt, session in ((history, "one"), ([9, *LONG], None)):
+            (out,) = llm.generate([prompt], GREEDY, use_tqdm=False, session_id=session)
+            found.append(out.outputs[0].token_ids)
+            cached.append(out.metrics.cached_tokens)
+        history = [*history, *found[-2], 7 + turn, 8]
+    llm.close()
+    return found, cached
+
+
+def test_sessions_and_prefixes_have_the_same_bits_after_a_restart(tmp_path):
+    expected = turns(False, None)
+    assert turns(True, tmp_path / "kv") == expected
+    assert all(expected[1][2:])
+
+
+def test_sessions_without_room_on_the_device_go_to_host_memory(tmp_path):
+    """A KV budget of 18 pages, of which three sessions would have 21."""
+    with LLM("demo", **LIMITS) as llm:
+        budget = 18 * llm.engine.scheduler.cache.page_bytes
+    found = []
+    for starts in (False, True):
+        options = {"kv_budget": budget, "enable_prefix_caching": False, **LIMITS}
+        options |= {"kv_dir": tmp_path} if starts else {}
+        llm, answers = LLM("demo", **options), []
+        for turn in range(2):
+            for name in "abc":
+                prompt = [ord(name), *LONG] + [4] * 20 * turn
+                out = llm.generate([prompt], GREEDY, use_tqdm=False, session_id=name)[0]
+                answers.append((out.outputs[0].token_ids, out.metrics.cached_tokens))
+            if starts and not turn:
+                llm.close()
+                llm = LLM("demo", **options)
+                pages = llm.stats()["kv"]["pages"]
+                assert pages["session"] + pages["swapped"] == 21 and pages["swapped"] > 0
+        llm.close()
+        found.append(answers)
+    assert found[0] == found[1]
+
+
+def files(directory):
+    (place,) = directory.iterdir()
+    (pages,) = place.glob("pages-*.bin")
+    return place / "index.json", pages
+
+
+def test_kv_is_bound_to_the_options_that_decide_its_bits(tmp_path):
+    def cached(**options):
+        with LLM("demo", kv_dir=tmp_path, **LIMITS, **options) as llm:
+            return llm.generate([LONG], GREEDY, use_tqdm=False)[0].metrics.cached_tokens
+
+    assert cached() == 0
+    assert cached() == cached(expert_budget="25%", seed=3) == 96
+    assert cached(dtype="float32") == 0
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_damaged_files_are_refused_by_name(tmp_path):
+    with LLM("demo", kv_dir=tmp_path, **LIMITS) as llm:
+        llm.generate([LONG], GREEDY, use_tqdm=False)
+    size = llm.engine.scheduler.cache.page_bytes
+    index, pages = files(tmp_path)
+    for path, damage in itertools.product(
+        (index, pages), (lambda d: d[:-1], lambda d: d[:50] + b"x" + d[51:])
+    ):
+        content = path.read_bytes()
+        path.write_bytes(damage(content))
+        with pytest.raises(UserError, match=f"{path} is damaged or missing; delete {path.parent}"):
+            LLM("demo", kv_dir=tmp_path, **LIMITS)
+        path.write_bytes(content)
+    assert pages.stat().st_size == size * 6
+    with pytest.raises(UserError, match=f"kv_dir='{index}' is no directory that can be written"):
+        LLM("demo", kv_dir=index, **LIMITS)
