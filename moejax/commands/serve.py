@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import signal
 import socket
 from typing import TYPE_CHECKING
@@ -38,6 +40,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     server.add_argument("--api-key", metavar="KEY", help="the key that clients must send")
     server.add_argument(
+        "--allowed-hosts",
+        metavar="NAMES",
+        help="names in the header Host that are answered, with commas; * for all (default: with a "
+        "--host of this machine alone its names, else all)",
+    )
+    server.add_argument(
+        "--allowed-origins",
+        metavar="SITES",
+        help="sites whose pages may use the server, with commas or as vLLM's JSON list; * for all "
+        "(default: none)",
+    )
+    server.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name for clients (default: PATH)"
     )
     server.add_argument(
@@ -70,6 +84,24 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _names(given: str) -> list[str]:
+    """Names with commas between them, or vLLM's JSON list of names."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(given), list):
+            return [*map(str, found)]
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _hosts(args: argparse.Namespace) -> list[str] | None:
+    """The names in the header Host that are answered; None: all."""
+    from moejax.serve.http.access import LOCAL
+
+    if args.allowed_hosts is None:
+        return [*LOCAL, args.host] if args.host in LOCAL else None
+    names = _names(args.allowed_hosts)
+    return None if "*" in names else [*LOCAL, *(name.lower() for name in names)]
+
+
 def _bind(host: str, port: int) -> socket.socket:
     """Binds a socket, which refuses connections until it listens. Raises UserError for an address
     that cannot be used."""
@@ -92,6 +124,7 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     import uvicorn
 
     from moejax.serve.async_llm import AsyncLLM
+    from moejax.serve.http.access import limit_access
     from moejax.serve.http.app import make_app
 
     name = args.served_model_name or args.model
@@ -100,8 +133,12 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     # uvicorn sends the signal to its own process again when it has ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     async with AsyncLLM(llm) as served:
-        app = make_app(
-            llm, served, name, args.api_key, args.tool_call_parser, lambda: server.should_exit
+        app = make_app(llm, served, name, args.tool_call_parser, lambda: server.should_exit)
+        app = limit_access(
+            app,
+            args.api_key,
+            _hosts(args),
+            _names(args.allowed_origins) if args.allowed_origins else (),
         )
         # Connections wait from now on.
         bound.listen(128)

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from moejax import UserError
+from moejax import CompletionOutput, UserError
 from moejax.serve.http.answer_formats import FORMATS, NOTHING, Answer, AnswerReader, Call
+from moejax.serve.http.streams import READ_AGAIN, _Pieces
 from moejax.serve.http.tools import read_tools
 
 TYPES = {"f": {"x": {"type": "integer"}, "s": {"type": "string"}}}
@@ -169,3 +170,26 @@ def test_references_in_the_schemas_of_tools_are_found():
 def test_refused_tools(tools, choice, words):
     with pytest.raises(UserError, match=words):
         read_tools(tools, choice)
+
+
+@pytest.mark.parametrize("length", [300, 20_000])
+def test_a_long_stream_is_read_in_linear_time(length):
+    """Its pieces join to the parts of the whole text."""
+    reader, read = AnswerReader("<think><tool_call>"), 0
+
+    def parts(completion):
+        nonlocal read
+        read += len(completion.text)
+        return reader.read(completion.text, completion.finished(), True, TYPES)
+
+    text = "Hm. " * (length // 8) + "</think>\n\n" + "Sure. " * (length // 8) + JSON
+    pieces, content, calls = _Pieces(chat=True, top=0, parts=parts), "", []
+    for end in range(4, len(text) + 4, 4):
+        reason = "stop" if end >= len(text) else None
+        completion = CompletionOutput(0, text[:end], [*range(end // 4)], None, None, reason, None)
+        if (choice := pieces.next(completion)) is not None:
+            content += choice["delta"]["content"] or ""
+            calls += choice["delta"].get("tool_calls", [])
+    answer = reader.read(text, True, True, TYPES)
+    assert (content, len(calls)) == (answer.content, 1)
+    assert read <= (READ_AGAIN + 2) * len(text)

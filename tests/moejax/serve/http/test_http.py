@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -20,8 +21,10 @@ import pytest
 import uvicorn
 
 from moejax import AsyncLLM, SamplingParams
+from moejax.commands import serve as command
 from moejax.commands.main import main
 from moejax.serve.http import app as http_app
+from moejax.serve.http.access import LOCAL, limit_access
 from moejax.serve.http.live import LiveView
 from tests.conftest import REPOSITORY
 
@@ -36,6 +39,19 @@ LONG = {"prompt": "The old house", "temperature": 0, "max_tokens": 230, "ignore_
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
 
 
+HARNESS_TASK = """\
+task: made
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 12}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
 class Served:
     """The server of this file, and what LLM.generate said before it began."""
 
@@ -47,7 +63,8 @@ class Served:
         room = llm.engine.scheduler.max_model_len - len(llm.encoder({"messages": MESSAGES})[1])
         self.answer = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=room))[0]
         self.llm, self.served = llm, AsyncLLM(llm)
-        self.listen(http_app.make_app(llm, self.served, "tiny", key))
+        app = http_app.make_app(llm, self.served, "tiny")
+        self.listen(limit_access(app, key, ["127.0.0.1", "localhost"], ["https://chat.example"]))
 
     def listen(self, app) -> None:
         bound = socket.create_server(("127.0.0.1", 0))
@@ -176,7 +193,7 @@ def test_a_model_without_a_chat_template_completes(server, monkeypatch):
     monkeypatch.setattr(server.llm.get_tokenizer(), "chat_template", None)
     second = Served.__new__(Served)
     second.llm, second.served = server.llm, server.served
-    second.listen(http_app.make_app(server.llm, server.served, "tiny", None))
+    second.listen(http_app.make_app(server.llm, server.served, "tiny"))
     status, found = second.ask(COMPLETIONS, {"prompt": "The old house", **GREEDY})
     refused = second.ask(CHAT, {"messages": MESSAGES})
     second.end()
@@ -189,7 +206,7 @@ def test_reasoning_is_apart_from_the_answer(server, monkeypatch):
     monkeypatch.setattr(server.llm.get_tokenizer(), "chat_template", template)
     second = Served.__new__(Served)
     second.llm, second.served = server.llm, server.served
-    second.listen(http_app.make_app(server.llm, server.served, "tiny", None))
+    second.listen(http_app.make_app(server.llm, server.served, "tiny"))
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, "tools": [PERSON]}
     (choice,) = second.ask(CHAT, body)[1]["choices"]
     streamed = second.events(CHAT, body)
@@ -303,7 +320,7 @@ def test_of_two_budgets_at_once_one_wins(server, monkeypatch):
 def test_an_open_page_does_not_keep_a_server_that_ends(server):
     second = Served.__new__(Served)
     ending = lambda: second.server.should_exit  # noqa: E731
-    second.listen(http_app.make_app(server.llm, server.served, "tiny", None, "auto", ending))
+    second.listen(http_app.make_app(server.llm, server.served, "tiny", "auto", ending))
     connection, response = second.open("GET", "/live")
     assert response.readline() == b"event: model\n"
     second.server.should_exit = True
@@ -496,6 +513,87 @@ def test_a_wrong_key_is_refused_and_health_needs_none(server, key):
     assert server.ask("/health", method="GET", headers=headers) == (200, None)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("LOCALHOST", 200),
+        ("evil.example:{port}", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[::1]:{port}", 403),
+    ],
+)
+def test_a_name_that_is_not_this_machine_is_refused(server, host, status):
+    """A page whose own name leads here could read answers: DNS rebinding."""
+    host = host.format(port=server.port)
+    for url in ("/", "/v1/models"):
+        connection, response = server.open("GET", url, headers=HEADERS | {"Host": host})
+        text = response.read().decode()
+        connection.close()
+        assert response.status == status
+        assert status == 200 or "this server answers to 127.0.0.1, localhost" in text
+
+
+def test_pages_of_named_sites_may_read_answers(server):
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
+        for method, headers in (("OPTIONS", asks), ("GET", HEADERS)):
+            url = CHAT if method == "OPTIONS" else "/v1/models"
+            connection, response = server.open(method, url, headers=headers | {"Origin": origin})
+            response.read()
+            connection.close()
+            allowed = response.headers.get("access-control-allow-origin")
+            assert response.status == (status if method == "OPTIONS" else 200)
+            assert allowed == (origin if status == 200 else None)
+
+
+def test_hosts_and_origins_of_the_command(monkeypatch):
+    def given(**options):
+        return SimpleNamespace(**{"host": "127.0.0.1", "allowed_hosts": None, **options})
+
+    assert sorted(command._hosts(given()) or ()) == sorted([*LOCAL, "127.0.0.1"])
+    assert command._hosts(given(host="0.0.0.0")) is None
+    assert command._hosts(given(allowed_hosts="*")) is None
+    assert command._hosts(given(allowed_hosts="Chat.example"))[-1] == "chat.example"
+    assert command._names('["*"]') == command._names("*") == ["*"]
+    assert command._names("https://a, https://b") == ["https://a", "https://b"]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_harness_as_a_client(server, tmp_path, monkeypatch):
+    """lm_eval --model local-chat-completions."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    questions = ["The old house", "It was a cold evening", "Anna said"]
+    file = tmp_path / "made.jsonl"
+    file.write_text("".join(json.dumps({"q": each, "a": "x"}) + "\n" for each in questions))
+    (tmp_path / "made.yaml").write_text(HARNESS_TASK.format(file=file))
+    url = f"http://127.0.0.1:{server.port}{CHAT}"
+    found = simple_evaluate(
+        model="local-chat-completions",
+        model_args=f"base_url={url},model=tiny,num_concurrent=2,max_retries=1",
+        tasks=["made"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        apply_chat_template=True,
+        log_samples=True,
+    )
+    answers = [sample["resps"][0][0] for sample in found["samples"]["made"]]
+    for question, text in zip(questions, answers, strict=True):
+        messages = [{"role": "user", "content": question}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 12, "stop": ["."], "seed": 1}
+        _, answer = server.ask(CHAT, body)
+        assert answer["choices"][0]["message"]["content"] == text
+
+
 def test_other_types_of_body_are_refused(server):
     """A page of another site may send them from a browser without asking."""
     headers = HEADERS | {"Content-Type": "text/plain"}
@@ -511,7 +609,7 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
     raw = json.dumps(LONG | {"n": 64, "temperature": 1, "stream": stream}).encode()
     head = "".join(f"{k}: {v}\r\n" for k, v in (HEADERS | {"Content-Length": len(raw)}).items())
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + raw)
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + raw)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         while asyncio.run(server.served.stats())["generated_tokens"] < before + 3:
