@@ -8,9 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from moejax.commands import add_command, say
-from moejax.commands.generate import SAMPLING, format_summary, given_sampling
+from moejax.commands.generate import SAMPLING, add_sampling, format_summary, given_sampling
 from moejax.commands.model import (
-    add_described,
     add_model_option,
     add_model_options,
     engine_options,
@@ -57,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     chat = add_command(commands, "chat", _run, "talk to a model in the terminal", _EPILOG)
     add_model_option(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system's message")
-    add_described(chat.add_argument_group("sampling"), _SAMPLING)
+    add_sampling(chat, _SAMPLING)
     add_model_options(chat)
     chat.set_defaults(json=False)
     chat.add_argument("--quiet", action="store_true", help="answers alone, without prompts")

@@ -24,10 +24,11 @@ from moejax.commands.model import (
     start_llm,
     wants_cluster,
 )
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.fields import Description, of_fields
 from moejax.start.options import refuse_cache_aware
+from pallas_kernels.option_text import unknown
 
 if TYPE_CHECKING:
     from moejax.requests.request import Prompt
@@ -60,7 +61,26 @@ SAMPLING = of_fields(
         "seed": Description(
             "seed of the random draws (default: a fixed one; the same command gives the same text)"
         ),
+        "presence_penalty": Description("lowers tokens that occurred, -2 to 2", metavar="P"),
+        "frequency_penalty": Description("the same by how often they occurred", metavar="P"),
+        "repetition_penalty": Description(
+            "divides logits of tokens that occurred, also in the prompt; above 1 lowers them",
+            metavar="P",
+        ),
+        "min_tokens": Description("tokens before which nothing ends the text"),
         "ignore_eos": Description("go on after the end-of-sequence token", default=False),
+    },
+)
+"""Options of `generate` and `chat`."""
+
+_OUTPUTS = of_fields(
+    SamplingParams,
+    {
+        "n": Description("how many texts to generate of the prompt (default: 1)"),
+        "logprobs": Description(
+            "after the text, a line for each token with its log-probability and those of the N "
+            "likeliest tokens"
+        ),
     },
 )
 
@@ -141,7 +161,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_described(files, _FILES)
     add_described(generate.add_argument_group("several machines"), CLUSTER)
-    add_described(generate.add_argument_group("sampling"), SAMPLING)
+    add_sampling(generate, SAMPLING | _OUTPUTS)
     add_model_options(generate)
     output = generate.add_argument_group("output")
     output.add_argument(
@@ -186,12 +206,51 @@ def _run(args: argparse.Namespace) -> int:
     return (_generate_file if files else _generate_text)(args, given, options)
 
 
+def add_sampling(parser: argparse.ArgumentParser, described: Mapping[str, Description]) -> None:
+    """Adds options for fields of SamplingParams: the described ones, --stop, and --sampling for all
+    others."""
+    group = parser.add_argument_group("sampling")
+    add_described(group, described)
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text; give it several times for several texts",
+    )
+    group.add_argument(
+        "--sampling",
+        metavar="JSON",
+        help="other fields of SamplingParams (docs/reference/sampling.md), such as "
+        '\'{"bad_words": ["cat"]}\'',
+    )
+    parser.set_defaults(sampling_fields=[*described, "stop"])
+
+
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that the command line gives. Raises UserError for a value out of
     range."""
-    given = {n: value for n, value in pick_arguments(args, SAMPLING).items() if value is not None}
+    given: dict[str, Any] = {}
+    if args.sampling is not None:
+        given = json_mapping(args.sampling, "--sampling")
+        known = [field.name for field in dataclasses.fields(SamplingParams) if field.init]
+        for name in given:
+            if name not in known:
+                raise UserError(f"--sampling: {unknown('field', name, known)}")
+    picked = pick_arguments(args, args.sampling_fields)
+    given |= {name: value for name, value in picked.items() if value is not None}
     SamplingParams(**given)
     return given
+
+
+def json_mapping(text: str, where: str) -> dict[str, Any]:
+    """Reads a JSON object of an option. Raises UserError for other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is a JSON object, not {shown(found)}")
+    return found
 
 
 def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
@@ -211,7 +270,8 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
         usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
         params = dataclasses.replace(usual, **given)
         with _timeline(args.timeline, llm), _picture(args.picture, llm):
-            write_stream(llm, prompt, params)
+            streams = params.n == 1 and params.logprobs is None
+            (write_stream if streams else write_outputs)(llm, prompt, params)
         stats = llm.stats()
     if args.json or not args.quiet:
         print(json.dumps(stats) if args.json else f"\n{format_summary(stats)}", file=sys.stderr)
@@ -393,6 +453,22 @@ def write_stream(llm: Any, prompt: Prompt, params: SamplingParams) -> None:
     finally:
         if (last or ended) and not last.endswith("\n"):
             print(flush=True)
+
+
+def write_outputs(llm: Any, prompt: Prompt, params: SamplingParams) -> None:
+    """Writes all texts of a prompt, and the log-probabilities of their tokens if they are asked
+    for."""
+    outputs = llm.generate([prompt], params, use_tqdm=False)[0].outputs
+    for number, output in enumerate(outputs, 1):
+        if len(outputs) > 1:
+            print(f"== {number} of {len(outputs)}")
+        print(output.text)
+        entries = zip(output.token_ids, output.logprobs or (), strict=False)
+        for token, likely in entries:
+            chosen = likely[token]
+            others = sorted(likely.values(), key=lambda one: -one.logprob)[: params.logprobs]
+            beside = ", ".join(f"{one.decoded_token!r} {one.logprob:.4f}" for one in others)
+            print(f"{chosen.logprob:9.4f}  {chosen.decoded_token!r}  {beside}".rstrip())
 
 
 def _read_prompt(prompt: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 _EXPERTS = "{expert_budget} is the share of experts on the device, such as 25%"
 _CONTEXT = "{max_model_len} is most tokens of prompt and text together"
 _PROMPT = 'the prompt needs no option: moejax generate "PROMPT"'
+_MODEL = "--model is a directory, a GGUF file or a Hub id"
 _TOKENS = "--max-tokens is most tokens to generate"
 
 OTHER_NAMES = {
@@ -24,7 +25,20 @@ OTHER_NAMES = {
     "-c": _CONTEXT,
     "-np": "{max_num_seqs} is how many sequences run at once",
     "--n-predict": _TOKENS,
+    "--max-new-tokens": _TOKENS,
     "-n": _TOKENS,
+    "--temp": "--temperature is the randomness",
+    "--repeat-penalty": "--repetition-penalty is the factor",
+    "--reverse-prompt": "--stop ends before a text",
+    "-r": "--stop ends before a text",
+    "-m": _MODEL,
+    "-hf": _MODEL,
+    "-t": "--threads is the number of CPU threads",
+    "-sys": "--system is the system's message, with --chat",
+    "-cnv": "moejax chat is a conversation",
+    "--no-mmap": "--store memory or file says where experts are kept",
+    "trust_remote_code": "moejax runs no code of a checkpoint",
+    "served_model_name": "moejax serve has --served-model-name",
     "--prompt": _PROMPT,
     "-p": _PROMPT,
 }

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -205,3 +206,36 @@ def test_what_is_light_stays_light(code, never):
     """
     result = _run(code=code)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_several_texts_with_their_tokens(capsys):
+    """--n, --logprobs, --stop and --sampling say what LLM.generate says."""
+    asked = ["--max-tokens", "9", "--n", "2", "--logprobs", "2", "--stop", "zzz", "--stop", ","]
+    asked += ["--seed", "4", "--sampling", '{"bad_words": [" the"], "seed": 3}']
+    small = ["--max-model-len", "64", "--max-num-seqs", "2", "--quiet"]
+    assert cli.main(["generate", "The old house", *asked, *small]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    with moejax.LLM("demo", max_model_len=64, max_num_seqs=2, progress=False) as llm:
+        params = SamplingParams(
+            max_tokens=9, n=2, logprobs=2, stop=["zzz", ","], bad_words=[" the"], seed=4
+        )
+        outputs = llm.generate(["The old house"], params, use_tqdm=False)[0].outputs
+    assert [line for line in lines if line.startswith("==")] == ["== 1 of 2", "== 2 of 2"]
+    tokens = [line for line in lines if re.match(r" +-?\d+\.\d{4}  '", line)]
+    assert len(tokens) == sum(len(one.token_ids) for one in outputs)
+    first = outputs[0].logprobs[0][outputs[0].token_ids[0]]
+    assert tokens[0].split()[0] == f"{first.logprob:.4f}" and repr(first.decoded_token) in tokens[0]
+    assert "\n".join(lines).startswith(f"== 1 of 2\n{outputs[0].text}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "--sampling is no JSON ("),
+        ("[1]", "--sampling is a JSON object, not "),
+        ('{"bad_word": 1}', "--sampling: unknown field 'bad_word', did you mean 'bad_words'?"),
+    ],
+)
+def test_wrong_fields_of_sampling_are_refused(capsys, given, message):
+    assert cli.main(["generate", "The", "--sampling", given]) == 2
+    assert capsys.readouterr().err.startswith(f"moejax: error: {message}")
