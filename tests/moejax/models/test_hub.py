@@ -141,6 +141,39 @@ def test_a_model_is_downloaded_once_and_then_needs_no_network(hub, tmp_path):
     assert not hub.asked
 
 
+@pytest.mark.slow
+def test_from_a_hub_id_to_a_text(hub, tmp_path):
+    """The first example of docs/tutorials/real_model.md, from an empty cache."""
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    options = ["--expert-budget", "25%", "--max-tokens", "8", "--temperature", "0"]
+    texts = []
+    for model in ("org/demo", "org/demo", str(DEMO)):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "moejax",
+                "generate",
+                "The old house",
+                "--model",
+                model,
+                *options,
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+        environment["HF_HUB_OFFLINE"] = "1"
+    assert texts[0].strip() and len({*texts}) == 1
+
+
 def test_info_reads_the_config_alone(hub, tmp_path):
     found = Path(fetch(hub, tmp_path, "org/demo@v1", "config"))
     assert (found / "config.json").is_file() and not (found / "model.safetensors").exists()
