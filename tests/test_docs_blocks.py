@@ -106,3 +106,29 @@ def test_a_block_that_cannot_be_parsed_is_found(code):
     (block,) = blocks(code)
     with pytest.raises((AssertionError, SyntaxError, subprocess.CalledProcessError)):
         check(block)
+
+
+@pytest.mark.slow
+def test_scripts_of_the_pages_have_strict_types(tmp_path):
+    """Types that users of pyright see, in its strictest mode."""
+    pages = ("README.md", "docs/tutorials/first_text.md", "docs/tutorials/chat.md")
+    pages += ("docs/how-to/async.md", "docs/how-to/server.md")
+    scripts = [
+        b.code
+        for p in pages
+        for b in blocks((REPOSITORY / p).read_text())
+        if "moejax" in b.code and b.language == "python"
+    ]
+    assert len(scripts) >= 5
+    for number, code in enumerate(scripts):
+        (tmp_path / f"script{number}.py").write_text(code)
+    strict = {"typeCheckingMode": "strict", "extraPaths": [str(REPOSITORY)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(strict))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout

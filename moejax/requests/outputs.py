@@ -93,7 +93,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     """One for each sequence, in order of index."""
     finished: bool
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, token id → Logprob of the token itself and the likeliest ones at its
     place; None for the first token. The whole is None if it was not requested."""

@@ -218,7 +218,7 @@ def usage_of(output: RequestOutput) -> dict[str, int]:
 
 def _metrics(output: RequestOutput) -> dict[str, Any]:
     times = output.metrics
-    assert times is not None and times.finished_s is not None
+    assert times.finished_s is not None
     return {
         "created": int(time.time()),
         "queue_s": _seconds(times.queue_s),

@@ -73,7 +73,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def count_of(output: RequestOutput) -> dict[str, Any]:
     usage = usage_of(output)
-    cached = 0 if output.metrics is None else output.metrics.cached_tokens
+    cached = output.metrics.cached_tokens
     return {
         **usage,
         "total_tokens": sum(usage.values()),

@@ -609,7 +609,9 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
     raw = json.dumps(LONG | {"n": 64, "temperature": 1, "stream": stream}).encode()
     head = "".join(f"{k}: {v}\r\n" for k, v in (HEADERS | {"Content-Length": len(raw)}).items())
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + raw)
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + raw
+        )
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         while asyncio.run(server.served.stats())["generated_tokens"] < before + 3:
