@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from moejax.requests.tokenizer import Tokenizer
 
+_LINES, _LINE = 8, 160
+"""Most lines of a message of llguidance, and most characters of each."""
+
 _KEPT = 64
 """Compiled grammars that are kept for later requests."""
 
@@ -67,7 +70,7 @@ class TokenRules:
             raise UserError(_NOTHING_LEFT)
         if self._matcher is not None:
             if not self._matcher.consume_token(token):
-                raise UserError(f"structured_outputs: {self._matcher.get_error().strip()}")
+                raise UserError(f"structured_outputs: {_shortened(self._matcher.get_error())}")
             if self._matcher.is_stopped():
                 return True
         if self.waits:
@@ -169,9 +172,9 @@ class RuleBook:
         try:
             matcher = LLMatcher(self._read_tokenizer(), _grammar(wanted), log_level=0)
         except ValueError as error:
-            raise UserError(f"structured_outputs: {error}") from None
+            raise UserError(f"structured_outputs: {_shortened(str(error))}") from None
         if matcher.is_error():
-            raise UserError(f"structured_outputs: {matcher.get_error().strip()}")
+            raise UserError(f"structured_outputs: {_shortened(matcher.get_error())}")
         return matcher
 
     def _read_tokenizer(self) -> Any:
@@ -186,6 +189,14 @@ class RuleBook:
                 eos_token=self._eos_token_ids or None,
             )
         return self._tokens
+
+
+def _shortened(error: str) -> str:
+    """llguidance's message without the middle of long lines and of many: it repeats a grammar."""
+    lines = error.strip().splitlines()
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES // 2], "…", *lines[-_LINES // 2 :]]
+    return "\n".join(n if len(n) <= _LINE else f"{n[: _LINE - 40]} … {n[-40:]}" for n in lines)
 
 
 def _bit(token: int) -> np.int32:

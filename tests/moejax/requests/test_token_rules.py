@@ -119,6 +119,10 @@ def test_refused_values(what, words):
     [
         ({"structured_outputs": {"regex": "("}}, "unclosed group"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs: "),
+        (
+            {"structured_outputs": {"regex": "(a" + "b" * 5000}},
+            r"(?s)\Astructured_outputs: .{99,900}\Z",
+        ),
         ({"structured_outputs": {"json": {"type": "nonsense"}}}, "Invalid type"),
         ({"structured_outputs": {"grammar": "start: x"}}, "unknown name"),
         ({"structured_outputs": {"regex": "yes"}, "allowed_token_ids": [20]}, "leave none"),
