@@ -32,7 +32,6 @@ OTHER_NAMES = {
     "--reverse-prompt": "--stop ends before a text",
     "-r": "--stop ends before a text",
     "-m": _MODEL,
-    "-hf": _MODEL,
     "-t": "--threads is the number of CPU threads",
     "-sys": "--system is the system's message, with --chat",
     "-cnv": "moejax chat is a conversation",
