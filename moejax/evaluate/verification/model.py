@@ -19,7 +19,7 @@ from host_offload.memory.device_memory import host_available_bytes
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
-from moejax.evaluate.verification.reference import Reference, Tensors
+from moejax.evaluate.verification.reference import Followed, Reference, Tensors
 from moejax.evaluate.verification.table import Check
 from moejax.evaluate.verification.words import check_words
 from moejax.models.directory import read_json
@@ -43,6 +43,12 @@ LIMITS = {"float32": 2e-3, "bfloat16": 2.0**-6, "float16": 2.0**-8}
 later layers adds up like a random walk, so layer n may be sqrt(n) times as far. (The engine gives
 out hidden states as float16, which alone is 3e-4.)"""
 
+FEW = 4
+"""How many times as far as that any single token may be. A token's rounding errors are those of
+thousands of products, so tokens differ little: in the demo the farthest one is 1.9 times as far as
+the middle one (bfloat16). The reference takes the engine's choice of experts, so that no token is
+far off for a choice by a hair."""
+
 ORDERED = 0.9
 """A trained model's loss on a text is at most this share of its loss on the same tokens in another
 order."""
@@ -61,14 +67,14 @@ def verify(
     """Yields each check as soon as it is made.
 
     - `start`: starts the engine on the checkpoint; its keyword is the trace to record.
-    - `directory`: a safetensors checkpoint.
+    - `directory`: a safetensors checkpoint, or a GGUF file.
     - `text`: of some paragraphs, in a language that the model was trained on.
     - `tokens`: how many of the text's tokens are used.
     - `report`: a progress bar's, over the layers.
 
     Raises UserError for a model without a reference.
     """
-    checkpoint = open_tensors(directory, "safetensors")
+    checkpoint = open_tensors(directory, checkpoint_format(directory))
     with contextlib.ExitStack() as stack:
         tensors = Tensors(checkpoint, stack)
         Reference(checkpoint.config, tensors)  # refuses before the weights are read
@@ -77,22 +83,25 @@ def verify(
             tokenizer, config, dtype = llm.get_tokenizer(), llm.config, llm.dtype
             yield from check_words(tokenizer, config, directory)
             ids = _ids(llm, text, tokens)
-            sequence, hidden, decoded = _run(llm, ids)
+            sequence, followed, decoded = _run(llm, ids)
         reference = Reference(config, tensors)
         with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
             states, errors, moe = reference.embed(sequence[:-1]), [], 0
-            for layer, (after, normed) in enumerate(reference.layers(states)):
+            misrouted = 0
+            layers = reference.layers(states, followed=followed)
+            for layer, (after, normed, wrong) in enumerate(layers):
                 report(layer + 1)
-                states = after
+                states, misrouted = after, misrouted + wrong
                 if config.moe_layers[layer]:
-                    errors.append((layer, _distance(hidden[moe], np.asarray(normed))))
+                    errors.append((layer, _distances(followed.inputs[moe], np.asarray(normed))))
                     moe += 1
             logits = reference.logits(states)
             yield _of_layers(errors, dtype)
+            yield _of_routing(misrouted, moe * len(states))
             yield _of_logits(decoded, logits[len(ids) - 1 :], config.num_hidden_layers, dtype)
             if tokenizer is not None:
                 yield _of_the_text(reference, logits[: len(ids) - 1], ids)
-            yield _of_transformers(reference, directory, ids, logits[: len(ids)])
+            yield _of_transformers(reference, directory, ids)
 
 
 def _ids(llm: LLM, text: str, tokens: int) -> list[int]:
@@ -108,55 +117,75 @@ def _ids(llm: LLM, text: str, tokens: int) -> list[int]:
     return ids
 
 
-def _run(llm: LLM, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Runs the text and some greedy tokens. Returns (all tokens; the inputs of the MoE layers'
-    routers, float32[L, T, D], of all tokens but the last; the logits of the generated tokens)."""
+def _run(llm: LLM, ids: list[int]) -> tuple[list[int], Followed, np.ndarray]:
+    """Runs the text and some greedy tokens. Returns (all tokens; the routing of all tokens but the
+    last; the logits of the generated tokens)."""
     chunk, count = llm.engine.runner.shapes.chunk, len(ids) + GENERATED - 1
     moe = sum(llm.config.moe_layers)
     hidden = np.full((moe, count, llm.config.hidden_size), np.nan, np.float32)
+    chosen = np.zeros((moe, count, llm.config.num_experts_per_tok), np.int32)
     logits: list[np.ndarray] = []
 
     def listen(step: Any) -> None:
         seen = np.asarray(step.output.arrays.gate_input, np.float32)
-        for i, piece in enumerate(step.work.chunks):
-            rows = seen[:, i * chunk : i * chunk + piece.length]
-            hidden[:, piece.start : piece.start + piece.length] = rows
+        routed = np.asarray(step.output.routing.ids)
+        for into, found in ((hidden, seen), (chosen, routed)):
+            for i, piece in enumerate(step.work.chunks):
+                rows = found[:, i * chunk : i * chunk + piece.length]
+                into[:, piece.start : piece.start + piece.length] = rows
+            for row, _ in step.sampled():
+                if not step.work.chunks:
+                    into[:, len(ids) + len(logits) - 1] = found[:, row]
         for row, _ in step.sampled():
-            if not step.work.chunks:
-                hidden[:, len(ids) + len(logits) - 1] = seen[:, row]
             logits.append(np.asarray(step.output.logits)[row])
 
     llm.engine.listener = listen
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     (output,) = llm.generate([ids], params, use_tqdm=False)
     llm.engine.listener = None
-    return [*ids, *output.outputs[0].token_ids], hidden, np.stack(logits)
+    return [*ids, *output.outputs[0].token_ids], Followed(hidden, chosen), np.stack(logits)
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """How far values [T, N] are from expected ones, as a share of these, for the middle token: one
-    whose expert was chosen by a hair may be anywhere."""
+def _distances(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """How far the values of each token [T, N] are from expected ones, as a share of these."""
     far = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    return float(np.median(far)) if np.isfinite(far).all() else math.inf
+    return np.where(np.isfinite(far), far, np.inf)
 
 
-def _of_layers(errors: Sequence[tuple[int, float]], dtype: str) -> Check:
-    limits = [LIMITS[dtype] * math.sqrt(layer + 1) for layer, _ in errors]
-    wrong = [one for one, limit in zip(errors, limits, strict=True) if not one[1] <= limit]
+def _is_near(far: np.ndarray, limit: float) -> bool:
+    return bool(np.median(far) <= limit and far.max() <= FEW * limit)
+
+
+def _of_layers(errors: Sequence[tuple[int, np.ndarray]], dtype: str) -> Check:
     name = f"{len(errors)} layers against float32"
+    wrong = [
+        (layer, far)
+        for layer, far in errors
+        if not _is_near(far, LIMITS[dtype] * math.sqrt(layer + 1))
+    ]
     if wrong:
-        layer, error = wrong[0]
-        return Check(name, False, f"layer {layer} is {error:.2%} off, the first of {len(wrong)}")
-    layer, worst = max(errors, key=lambda one: one[1])
-    return Check(name, True, f"at most {worst:.2%} off, layer {layer} of {dtype}")
+        layer, far = wrong[0]
+        token, middle = int(far.argmax()), float(np.median(far))
+        said = f"layer {layer} is {middle:.2%} off, token {token} {far[token]:.2%}"
+        return Check(name, False, f"{said}; the first of {len(wrong)}")
+    layer, far = max(errors, key=lambda one: one[1].max())
+    said = f"at most {np.median(far):.2%} off, a token {far.max():.2%}, layer {layer} of {dtype}"
+    return Check(name, True, said)
+
+
+def _of_routing(wrong: int, every: int) -> Check:
+    """Whether the engine's experts are those that its routers' inputs ask for."""
+    said = f"{every - wrong} of {every} choices are those of the router"
+    return Check("experts that were chosen", not wrong, said)
 
 
 def _of_logits(found: np.ndarray, expected: np.ndarray, layers: int, dtype: str) -> Check:
     found, expected = (x - x.mean(1, keepdims=True) for x in (found, expected))
-    error, limit = _distance(found, expected), LIMITS[dtype] * math.sqrt(layers + 1)
+    far = _distances(found, expected)
     same = int((found.argmax(1) == expected.argmax(1)).sum())
-    said = f"{error:.2%} off, {same} of {len(found)} greedy tokens the same"
-    return Check("logits of generated tokens", error <= limit, said)
+    said = f"{np.median(far):.2%} off, {same} of {len(found)} greedy tokens the same"
+    good = _is_near(far, LIMITS[dtype] * math.sqrt(layers + 1))
+    return Check("logits of generated tokens", good, said)
 
 
 def _log_probabilities(logits: np.ndarray) -> np.ndarray:
@@ -179,10 +208,9 @@ def _of_the_text(reference: Reference, logits: np.ndarray, ids: list[int]) -> Ch
     return Check("text", loss <= ORDERED * shuffled, said)
 
 
-def _of_transformers(
-    reference: Reference, directory: Path, ids: list[int], logits: np.ndarray
-) -> Check:
-    """Compares the reference with transformers, over as many layers as fit into memory."""
+def _of_transformers(reference: Reference, directory: Path, ids: list[int]) -> Check:
+    """Compares the reference, by its own choice of experts, with transformers, over as many layers
+    as fit into memory."""
     name = "transformers in float32"
     if (
         importlib.util.find_spec("torch") is None
@@ -190,13 +218,14 @@ def _of_transformers(
     ):
         return Check(name, None, "torch or transformers is not installed")
     config = reference.config
+    if directory.is_file():
+        return Check(name, None, "it does not read this file")
     if config.quantization is not None:
         return Check(name, None, f"the files are quantized ({config.quantization.method})")
     layers = _layers_that_fit(reference)
     if not layers:
         return Check(name, None, "not one layer fits into memory")
-    if layers < config.num_hidden_layers:
-        logits = reference.logits_of(ids, layers)
+    logits = reference.logits_of(ids, layers)
     try:
         theirs = _their_logits(directory, ids, layers, config.num_hidden_layers)
     except Exception as error:  # of another library: what it cannot load is not a fault here
@@ -252,11 +281,11 @@ def free_text(path: str | None) -> str:
 
 
 def require_files(directory: Path) -> Path:
-    """The directory. Raises UserError unless it holds safetensors files, which are what a model's
-    authors publish."""
-    if checkpoint_format(directory) != "safetensors":
+    """The directory or GGUF file. Raises UserError for what is no published file, but was made of
+    one."""
+    if checkpoint_format(directory) not in ("safetensors", "gguf"):
         raise UserError(
-            f"{directory}: verify reads safetensors files, as they were published; name the "
-            "checkpoint that this one was made of"
+            f"{directory}: verify reads safetensors and GGUF files, as they were published; name "
+            "the checkpoint that this one was made of"
         )
     return directory

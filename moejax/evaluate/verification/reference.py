@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ from moejax.checkpoints.shards import TensorReader
 from moejax.checkpoints.tensor_checkpoint import TensorCheckpoint
 from moejax.checkpoints.tensors import ExpertPlace, layer_params, model_params
 from moejax.errors import UserError
+from moejax.models.attention.grouped_query import GatedAttention, GroupedQueryAttention
 from moejax.models.attention.latent import LatentAttention
+from moejax.models.families.hunyuan_v1_moe import LateNormAttention
+from moejax.models.families.mistral4 import GrowingAttention
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 
@@ -27,10 +30,18 @@ KNOWN = frozenset(
     (
         *("input_norm", "post_norm", "qkv", "o", "q_norm", "k_norm", "late_q_norm", "late_k_norm"),
         *("q", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "router", "correction"),
-        *("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"),
+        *("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", "sinks"),
+        *("attention_out_norm", "mlp_out_norm", "attention_gate"),
     )
 )
 """Parameters of a layer that are computed here, with their biases."""
+
+KINDS = GroupedQueryAttention, GatedAttention, LateNormAttention, LatentAttention, GrowingAttention
+"""Kinds of attention that are computed here."""
+
+HAIR = 2.0**-9
+"""How much of its router's values (the root of their mean square) a token may be short of a choice
+that the engine made: the engine gives out the router's input as float16, which is 2^-11 off."""
 
 HEAD_ROWS = 8192
 """Rows of the output head that are in memory at once."""
@@ -43,6 +54,15 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+class Followed(NamedTuple):
+    """What an engine's routers saw and chose, of all MoE layers."""
+
+    inputs: np.ndarray
+    """float32[L, T, D]."""
+    ids: np.ndarray
+    """int32[L, T, K]."""
 
 
 class Tensors:
@@ -71,20 +91,19 @@ class Tensors:
         return np.concatenate([self.read(prefix + name) for name, _ in parts])
 
     def expert(self, layer: int, expert: int, matrix: str) -> np.ndarray:
-        """gate or up [F, D], or down [D, F], of an expert of a MoE layer."""
+        """gate or up [F, D], or down [D, F], of an expert of a MoE layer, or its bias."""
         for key in ((layer, expert, matrix), (layer, None, matrix)):
             if key in self.experts:
                 name, place = self.experts[key]
                 break
         else:
             raise UserError(f"no tensor holds {matrix} of expert {expert} of MoE layer {layer}")
+        rows = place.rows(place.matrices.index(matrix))
+        if place.is_bias:
+            return self._rows(name, None, expert, (1, place.shape[-1]))[0, rows]
         index = expert if place.expert is None else None
         found = self._rows(name, index, 0, place.shape if index is None else place.shape[1:])
-        found = found.T if place.turned else found
-        if place.matrix == "gate_up":
-            gate, up = np.split(found, 2)
-            return gate if matrix == "gate" else up
-        return found
+        return (found.T if place.turned else found)[rows]
 
     def _rows(self, name: str, index: int | None, first: int, shape: tuple[int, ...]):
         file = self._owner[name]
@@ -109,9 +128,10 @@ class Reference:
             raise UserError(
                 f"verify has no reference for {min(unknown)}, a parameter of {config.architecture}"
             )
-        if config.swiglu is not None or config.expert_bias:
+        if config.layer_kinds is not None or type(config.attention) not in KINDS:
             raise UserError(
-                f"verify has no reference for experts with biases or clamps ({config.architecture})"
+                f"verify has no reference for the attention of {config.architecture} (sequences of "
+                f"up to {config.max_position_embeddings} tokens)"
             )
         if config.routes_apart or config.layer_kinds is not None:
             raise UserError(
@@ -129,10 +149,15 @@ class Reference:
         rows = {token: self._tensors.read(name, token, 1)[0] for token in set(ids)}
         return jnp.stack([rows[token] for token in ids]) * self.config.embedding_multiplier
 
-    def layers(self, x: jax.Array, count: int | None = None) -> Iterator[tuple[jax.Array, ...]]:
-        """Yields for each layer (x after it, the normalised input of its router or feed-forward).
+    def layers(
+        self, x: jax.Array, count: int | None = None, followed: Followed | None = None
+    ) -> Iterator[tuple[jax.Array, jax.Array, int]]:
+        """Yields for each layer (x after it, the normalised input of its router or feed-forward,
+        how many tokens the engine routed otherwise than by its router's input).
 
         - `count`: how many layers; None: all.
+        - `followed`: the engine's routing, which is taken here too. Of two experts that are alike
+          to a token, either may come first, and a state is compared with one of the same experts.
         """
         config = self.config
         for layer in range(config.num_hidden_layers if count is None else count):
@@ -146,11 +171,17 @@ class Reference:
                 self._latent if isinstance(config.attention, LatentAttention) else self._grouped
             )
             heads = attend(normed, params, layer)
-            x = x + config.residual_multiplier * _linear(heads, params, "o")
+            if "attention_gate" in params:
+                heads = heads * jax.nn.sigmoid(_linear(normed, params, "attention_gate"))
+            out = self._norm(_linear(heads, params, "o"), params, "attention_out_norm")
+            x, wrong = x + config.residual_multiplier * out, 0
             normed = self._norm(x, params, "post_norm")
-            out = self._experts(normed, params, layer) if moe else self._gated(normed, params, "")
-            x = x + config.residual_multiplier * out
-            yield x, normed
+            if moe:
+                out, wrong = self._experts(normed, params, layer, followed)
+            else:
+                out = self._gated(normed, params, "")
+            x = x + config.residual_multiplier * self._norm(out, params, "mlp_out_norm")
+            yield x, normed, wrong
 
     def logits(self, x: jax.Array) -> np.ndarray:
         """float32[T, V] of x after the last layer."""
@@ -174,13 +205,16 @@ class Reference:
     def logits_of(self, ids: Sequence[int], count: int | None = None) -> np.ndarray:
         """float32[T, V] of tokens, after `count` layers or all."""
         states = self.embed(ids)
-        for after, _ in self.layers(states, count):
+        for after, *_ in self.layers(states, count):
             states = after
         return self.logits(states)
 
     # ---- parts of a layer
 
     def _norm(self, x, params, key, eps=None):
+        """Normalised x; x itself in a model without that norm."""
+        if key not in params:
+            return x
         eps = self.config.rms_norm_eps if eps is None else eps
         if f"{key}_bias" in params:
             x = x - x.mean(-1, keepdims=True)
@@ -220,7 +254,7 @@ class Reference:
             if f"late_{name}_norm" in params:
                 turned = self._norm(turned, params, f"late_{name}_norm")
             heads[name] = turned
-        return self._attention(heads["q"], heads["k"], heads["v"], layer)
+        return self._attention(heads["q"], heads["k"], heads["v"], layer, params.get("sinks"))
 
     def _norm_heads(self, values, params, key):
         """Normalises over as many values as the norm has weights: a head, or all heads."""
@@ -248,15 +282,20 @@ class Reference:
         k = jnp.concatenate([kv_heads[..., :nope], k_rope], axis=-1)
         return self._attention(q, k, kv_heads[..., nope:], layer)
 
-    def _attention(self, q, k, v, layer):
-        """[T, H·hd], of q [T, H, hd] and k and v [T, KH, hd], each token seeing the ones before."""
+    def _attention(self, q, k, v, layer, sinks=None):
+        """[T, H·hd], of q [T, H, hd] and k and v [T, KH, hd], each token seeing the ones before.
+        sinks: [H], of scores without key and value."""
         groups, scale = q.shape[1] // k.shape[1], self.config.attention_scale
         k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
         scores = jnp.einsum("thd,shd->hts", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
         back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
         window = self.config.windows[layer]
         seen = (back >= 0) & (back < (len(q) if window is None else window))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)]
         return jnp.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
 
     def _gated(self, normed, params, key):
@@ -264,45 +303,85 @@ class Reference:
         hidden = _ACTIVATIONS[self.config.hidden_act](gate) * up
         return _linear(hidden, params, f"{key}down")
 
-    def _experts(self, normed, params, layer):
-        ids, weights = self._route(_linear(normed, params, "router"), params)
-        out, moe = np.zeros(normed.shape, np.float32), int(self._moe[layer])
+    def _experts(self, normed, params, layer, followed=None):
+        """(what the experts give, how many tokens the engine routed wrongly)."""
+        moe, wrong = int(self._moe[layer]), 0
+        logits = np.asarray(_linear(normed, params, "router"), np.float64)
+        ids, weights = self._route(logits, params)
+        if followed is not None and self.config.scoring_func != "sparsemixer":
+            seen = np.asarray(_linear(followed.inputs[moe], params, "router"), np.float64)
+            ids = followed.ids[moe]
+            wrong, weights = self._wrong(seen, params, ids), self._weights(logits, ids)
+        out = np.zeros(normed.shape, np.float32)
         for expert in np.unique(ids):
             rows, places = np.nonzero(ids == expert)
-            x = normed[rows]
-            gate, up, down = (
-                self._tensors.expert(moe, int(expert), matrix) for matrix in ("gate", "up", "down")
-            )
-            y = (_ACTIVATIONS[self.config.hidden_act](x @ gate.T) * (x @ up.T)) @ down.T
+            y = self._expert(normed[rows], moe, int(expert))
             np.add.at(out, rows, np.asarray(y) * weights[rows, places][:, None])
         if "shared_down" not in params:
-            return out
+            return out, wrong
         shared = self._gated(normed, params, "shared_")
         if "shared_gate" in params:
             shared = shared * jax.nn.sigmoid(_linear(normed, params, "shared_gate"))
-        return out + shared
+        return out + shared, wrong
 
-    def _route(self, logits, params) -> tuple[np.ndarray, np.ndarray]:
+    def _expert(self, x, moe, expert):
+        def product(x, matrix):
+            y = x @ self._tensors.expert(moe, expert, matrix).T
+            bias = self.config.expert_bias
+            return y + self._tensors.expert(moe, expert, f"{matrix}_bias") if bias else y
+
+        gate, up, clamped = product(x, "gate"), product(x, "up"), self.config.swiglu
+        if clamped is None:
+            return product(_ACTIVATIONS[self.config.hidden_act](gate) * up, "down")
+        gate, up = jnp.minimum(gate, clamped.limit), jnp.clip(up, -clamped.limit, clamped.limit)
+        return product((up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate), "down")
+
+    def _route(self, logits: np.ndarray, params) -> tuple[np.ndarray, np.ndarray]:
         """(experts, weights) [T, K] by the config's rule, without its residual multiplier."""
-        config, logits = self.config, np.asarray(logits, np.float64)
-        if config.scoring_func == "sparsemixer":
-            return _sparsemixer(logits, config.router_jitter_noise)
-        if config.scoring_func == "sigmoid":
-            scores = 1 / (1 + np.exp(-logits))
-        else:
-            scores = np.exp(logits - logits.max(1, keepdims=True))
-            scores /= scores.sum(1, keepdims=True)
-        choice = scores + (np.ravel(params["correction"]) if "correction" in params else 0)
+        if self.config.scoring_func == "sparsemixer":
+            return _sparsemixer(logits, self.config.router_jitter_noise)
+        choice, _ = self._choice(logits, params)
+        ids = np.argsort(-choice, axis=1, kind="stable")[:, : self.config.num_experts_per_tok]
+        return ids, self._weights(logits, ids)
+
+    def _scores(self, logits: np.ndarray) -> np.ndarray:
+        if self.config.scoring_func == "sigmoid":
+            return 1 / (1 + np.exp(-logits))
+        scores = np.exp(logits - logits.max(1, keepdims=True))
+        return scores / scores.sum(1, keepdims=True)
+
+    def _choice(self, logits: np.ndarray, params) -> tuple[np.ndarray, np.ndarray]:
+        """(by what experts are chosen [T, E], by how much the groups that may be chosen from are
+        better than the others [T])."""
+        config, apart = self.config, np.full(len(logits), np.inf)
+        choice = self._scores(logits)
+        choice = choice + (np.ravel(params["correction"]) if "correction" in params else 0)
         if config.topk_group < config.n_group:
             groups = choice.reshape(len(choice), config.n_group, -1)
             best = np.sort(groups, axis=2)[..., -(1 if config.group_score == "max" else 2) :].sum(2)
-            allowed = best >= np.sort(best, axis=1)[:, -config.topk_group, None]
-            choice = np.where(np.repeat(allowed, groups.shape[2], axis=1), choice, -np.inf)
-        ids = np.argsort(-choice, axis=1, kind="stable")[:, : config.num_experts_per_tok]
-        weights = np.take_along_axis(scores, ids, axis=1)
-        if config.norm_topk_prob:
+            order = np.sort(best, axis=1)
+            last = order[:, -config.topk_group, None]
+            apart = np.diff(order, axis=1)[:, -config.topk_group]
+            choice = np.where(np.repeat(best >= last, groups.shape[2], axis=1), choice, -np.inf)
+        return choice, apart
+
+    def _weights(self, logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        weights = np.take_along_axis(self._scores(logits), ids, axis=1)
+        if self.config.norm_topk_prob:
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-20)
-        return ids, (weights * config.routed_scaling_factor).astype(np.float32)
+        return (weights * self.config.routed_scaling_factor).astype(np.float32)
+
+    def _wrong(self, logits: np.ndarray, params, ids: np.ndarray) -> int:
+        """How many tokens have other experts than their best, by more than a hair."""
+        (choice, apart), rows = self._choice(logits, params), np.arange(len(ids))[:, None]
+        chosen = choice[rows, ids].min(1)
+        others = choice.copy()
+        others[rows, ids] = -np.inf
+        # How steep a score is in its logit: at most the score (softmax), or a quarter (sigmoid).
+        steep = self._scores(logits)[rows, others.argmax(1)[:, None]][:, 0]
+        steep = steep if self.config.scoring_func == "softmax" else 0.25
+        hair = 2 * HAIR * np.sqrt((logits**2).mean(1)) * steep
+        return int(((chosen < others.max(1) - hair) & (apart > 2 * hair)).sum())
 
 
 def _linear(x, params, key):

@@ -71,7 +71,8 @@ def _special_ids(tokenizer: PreTrainedTokenizerFast, config: ModelConfig, direct
         text = token.get("content") if isinstance(token, dict) else None
         if isinstance(text, str) and str(found := tokenizer.convert_tokens_to_ids(text)) != number:
             faults.append(f"{text!r} is {found}, not {number}")
-    raw = read_json(directory / "config.json")
+    path = directory / "config.json"
+    raw = read_json(path) if path.exists() else {}
     inner = raw.get("text_config")
     text = inner if isinstance(inner, dict) else {}
     stated = {

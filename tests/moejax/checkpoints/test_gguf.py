@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any
 
@@ -15,6 +16,7 @@ from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.fingerprint import fingerprint
 from moejax.checkpoints.load import load_checkpoint
+from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
 from moejax.models.gguf_header import read_gguf
@@ -165,6 +167,16 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory)
         wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         for each, token, row in zip(chosen, tokens, wanted, strict=True):
             assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+
+
+@pytest.mark.slow
+def test_verify_compares_a_run_with_what_the_file_means(directory, capsys):
+    path = directory / "Mixtral-verified.gguf"
+    gguf_model(path, "Mixtral")
+    small = ["--max-model-len", "128", "--max-num-seqs", "1", "--dtype", "float32"]
+    assert main(["verify", str(path), "--json", "-q", *small]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["good"] for check in checks if "layers" in check["name"]] == [True]
 
 
 @pytest.mark.slow

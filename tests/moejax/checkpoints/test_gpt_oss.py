@@ -11,6 +11,7 @@ import pytest
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
+from moejax.commands.main import main
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.reference import split_weights
@@ -147,3 +148,11 @@ def test_a_conversion_dequantizes(published, tmp_path):
 
     path = convert(published[0], tmp_path / "model", "float32").directory
     assert run(path)[1] == run(published[0])[1]
+
+
+@pytest.mark.slow
+def test_verify_computes_the_biases_clamps_sinks_and_windows_of_the_files(published, capsys):
+    small = ["--max-model-len", "128", "--max-num-seqs", "1", "--dtype", "float32"]
+    assert main(["verify", str(published[0]), "--json", "-q", *small]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["good"] for check in checks if "layers" in check["name"]] == [True]

@@ -20,6 +20,7 @@ from moejax.models.config import load_config
 from tests.moejax.models.families import write_checkpoint
 
 LAYERS, LOGITS, THEIRS = "layers against float32", "logits of generated", "transformers"
+ROUTED = "experts that were chosen"
 SPECIAL, TEXT = "special tokens", "text"
 
 
@@ -65,6 +66,19 @@ def swapped_gate_and_up(monkeypatch):
     monkeypatch.setattr(OpenTensor, "read_record", read)
 
 
+def swapped_in_one_expert(monkeypatch):
+    """Less than half of the tokens go to it."""
+    right = OpenTensor.read_record
+
+    def read(self, place, *rest):
+        if (place.layer, place.expert) == (0, 5):
+            other = {"gate": "up", "up": "gate"}.get(place.matrix, place.matrix)
+            place = dataclasses.replace(place, matrix=other)
+        return right(self, place, *rest)
+
+    monkeypatch.setattr(OpenTensor, "read_record", read)
+
+
 def missing_bias(monkeypatch):
     right = layers.LayerStack.optional_weight
     monkeypatch.setattr(
@@ -80,6 +94,7 @@ def missing_bias(monkeypatch):
     [
         None,
         wrong_rope,
+        swapped_in_one_expert,
         *(pytest.param(f, marks=pytest.mark.nightly) for f in (swapped_gate_and_up, missing_bias)),
     ],
     ids=lambda plant: plant and plant.__name__,
@@ -91,7 +106,14 @@ def test_errors_of_the_engine(capsys, monkeypatch, biased, plant):
     right = plant is None
     assert status == (not right)
     assert verdict(checks, LAYERS) is right and verdict(checks, LOGITS) is right
-    assert verdict(checks, "tokenizer") is None
+    assert verdict(checks, ROUTED) is True and verdict(checks, "tokenizer") is None
+
+
+@pytest.mark.slow
+def test_experts_that_the_router_did_not_ask_for(capsys, biased):
+    given = "--cache-aware-routing", "0.5", "--expert-budget", "25%"
+    status, checks = verify(capsys, biased, *given)
+    assert status == 1 and verdict(checks, ROUTED) is False
 
 
 @pytest.mark.torch
@@ -145,8 +167,8 @@ def test_a_hidden_state_that_is_not_finite_is_wrong():
     right = np.ones((3, 4), np.float32)
     wrong = right.copy()
     wrong[0, 0] = np.nan
-    assert model._distance(right, right) == 0
-    assert model._of_layers([(0, model._distance(wrong, right))], "float32").good is False
+    assert not model._distances(right, right).any()
+    assert model._of_layers([(0, model._distances(wrong, right))], "float32").good is False
 
 
 def test_a_text_of_no_probability_is_wrong():
