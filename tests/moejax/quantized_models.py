@@ -92,7 +92,7 @@ def _codes(weight: Any, bits: int, size: int, symmetric: bool) -> tuple[Any, Any
     )
 
 
-def _pack_words(codes: Any, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
+def pack_words(codes: Any, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
     """int32: codes along the last axis, those at `order` of each word from its lowest bits on."""
     import torch
 
@@ -104,7 +104,7 @@ def _pack_words(codes: Any, bits: int, order: tuple[int, ...] = tuple(range(8)))
 def _awq(size: int) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     def quantize(weight: Any) -> tuple[Tensors, Any]:
         codes, (scales, zeros), dense = _codes(weight, 4, size, symmetric=False)
-        packed = (_pack_words(each, 4, (0, 2, 4, 6, 1, 3, 5, 7)) for each in (codes, zeros))
+        packed = (pack_words(each, 4, (0, 2, 4, 6, 1, 3, 5, 7)) for each in (codes, zeros))
         return dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True)), dense
 
     table = {"bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
@@ -117,11 +117,11 @@ def _gptq(bits: int, size: int, **config: Any) -> tuple[dict[str, Any], Callable
 
         width = size if size > 0 else weight.shape[1]
         codes, (scales, zeros), dense = _codes(weight, bits, width, config["sym"])
-        packed = _pack_words(zeros, bits).view(torch.uint32).to(torch.int64)
+        packed = pack_words(zeros, bits).view(torch.uint32).to(torch.int64)
         if config.get("checkpoint_format") != "gptq_v2":
             packed -= 0x11111111 if bits == 4 else 0x01010101
         return {
-            "qweight": _pack_words(codes.T, bits).T.contiguous(),
+            "qweight": pack_words(codes.T, bits).T.contiguous(),
             "qzeros": (packed % (1 << 32)).to(torch.uint32).view(torch.int32),
             "scales": scales,
             "g_idx": (torch.arange(weight.shape[1]) // width).to(torch.int32),

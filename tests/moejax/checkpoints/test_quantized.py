@@ -20,7 +20,7 @@ from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import SCALE_BYTES, encoding_of
 from tests.moejax.gguf_models import gguf_model
-from tests.moejax.quantized_models import FORMATS, quantized_model
+from tests.moejax.quantized_models import FORMATS, pack_words, quantized_model
 from tests.moejax.transformers_models import logprobs
 
 pytestmark = pytest.mark.torch
@@ -214,7 +214,9 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
             torch.equal(decoded, wanted)
         )
         if "qweight" in stored:
-            continue  # packed in orders of their own, along the other axis
+            for name, found in words_back(record, fmt, matrix, "g_idx" in stored).items():
+                assert torch.equal(found, stored[name]), name
+            continue
         codes, scales = bytes_back(record, fmt, matrix)
         kept = next(stored[name] for name in ("weight", "weight_packed") if name in stored)
         assert codes == kept.contiguous().view(torch.uint8).numpy().tobytes()
@@ -223,15 +225,47 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
     loaded.store.delete()
 
 
-def bytes_back(record, fmt, matrix):
-    """The bytes of a matrix's codes and scales as its file has them."""
+def words_back(record, fmt, matrix, gptq):
+    """The tensors of AWQ or GPTQ that a matrix was read from, of GPTQ without zeros."""
+    import torch
+
+    def turned(values):
+        return torch.from_numpy(np.array(values.T, order="C"))
+
+    numbers, order = numbers_back(record, fmt, matrix), (0, 2, 4, 6, 1, 3, 5, 7)
+    codes, found = turned(codes_back(record, fmt, matrix)), {"scales": turned(numbers["scales"])}
+    if gptq:
+        return found | {"qweight": pack_words(codes.long().T, fmt.bits).T}
+    packed = {"qweight": codes, "qzeros": turned(numbers["zeros"])}
+    return found | {name: pack_words(each.long(), 4, order) for name, each in packed.items()}
+
+
+def numbers_back(record, fmt, matrix):
+    """The scales of a matrix, and its zeros if it has some, [out, groups]."""
+    found = {}
+    for field in fmt.encoding.fields[1:]:
+        first, count = fmt.parts[f"{matrix}_{field}"]
+        shape, dtype = fmt.scale_shape(matrix), np.dtype(fmt.encoding.dtype_of(field))
+        values = record[first : first + count].reshape(-1).view(dtype)
+        values = values[: shape[0] * shape[1]].reshape(shape)
+        found[field] = values.T if matrix == "down" else values
+    return found
+
+
+def codes_back(record, fmt, matrix):
+    """uint8[out, in]: the codes of a matrix."""
     planes, down = 16 // fmt.bits, matrix == "down"
     first, count = fmt.parts[f"{matrix}_codes"]
     shape = (-(-fmt.width // planes), fmt.hidden) if down else (fmt.width, fmt.hidden // planes)
     packed = record[first : first + count].reshape(-1)[: shape[0] * shape[1]].reshape(shape)
     codes = [(packed >> (fmt.bits * j)) & ((1 << fmt.bits) - 1) for j in range(planes)]
     codes = np.concatenate(codes, 0 if down else 1)[: fmt.width].astype(np.uint8)
-    codes = np.ascontiguousarray(codes.T if down else codes)
+    return np.ascontiguousarray(codes.T if down else codes)
+
+
+def bytes_back(record, fmt, matrix):
+    """The bytes of a matrix's codes and scales as its file has them."""
+    codes, down = codes_back(record, fmt, matrix), matrix == "down"
     if fmt.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     elif fmt.version.startswith("int8-channel"):
