@@ -54,6 +54,16 @@ def state_rows(shapes: Shapes, row_elements: int) -> int:
     return -(-sum(_elements(*each) for each in shapes) // row_elements)
 
 
+def run_operands(sequences: Sequences) -> tuple[jax.Array, ...]:
+    """The fields of sequences as native CPU ops take them: pages, read, copy, start, skip, length,
+    count."""
+    pages, read, copy = sequences.pages, sequences.read, sequences.copy
+    read = pages if read is None else read
+    copy = jnp.full_like(pages, -1) if copy is None else copy
+    runs = sequences.start, sequences.skip, sequences.length
+    return pages, read, copy, *runs, jnp.asarray(sequences.count, jnp.int32)
+
+
 def advance(
     token: Callable[[tuple[jax.Array, ...], jax.Array], tuple[tuple[jax.Array, ...], jax.Array]],
     shapes: Shapes,

@@ -272,6 +272,11 @@ class ModelConfig:
         return next(kinds, None)
 
     @property
+    def page_runs(self) -> tuple[Run, ...]:
+        """The runs whose layers have keys and values."""
+        return tuple(run for run in self.runs if run.start not in self.state_layers)
+
+    @property
     def state_layers(self) -> tuple[int, ...]:
         """The layers with state."""
         kinds = enumerate(self.layer_kinds or ())

@@ -168,7 +168,7 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
     config = steps.config
     shapes = dict.fromkeys(
         kernel_shape(config.of_layer(run.start), steps.dtype, steps.layout, steps.formats)
-        for run in config.runs
+        for run in config.page_runs
     )
     return [c for shape in shapes for c in checks(shape, steps.ops) if needed(c)]
 
@@ -231,7 +231,7 @@ def kernel_shape(
 NARROW_BYTES = 1 << 32
 """The most bytes of an array that kernels address with 32 bits."""
 
-_OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
+_OTHER_NORMS = ("state_norm", "q_norm", "k_norm", "q_a_norm")
 _NOT_LINEAR = frozenset({"kv_b"})
 _WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate", "index_weights"})
 """Parameters whose products LayerStack computes in float32."""

@@ -232,8 +232,7 @@ class Programs:
         """The layout of KV pages, as ops take it, of the layers with the most KV heads."""
         pages = [
             self.steps.config.of_layer(run.start).page(self.steps.layout.page.block_size)
-            for run in self.steps.config.runs
-            if run.start not in self.steps.config.state_layers
+            for run in self.steps.config.page_runs
         ]
         return max(pages, key=lambda page: page.kv_heads)
 

@@ -405,45 +405,74 @@ Pages pages_of(Numbers page, const Ints& positions, const Floats& frequencies, c
   return p;
 }
 
-void advance_states(const Call& call, Any qkv, Any beta, Any decay, Floats conv, Floats a_log,
-                    Floats dt_bias, Any memory, Ints pages, Ints read, Ints copy, Ints start,
-                    Ints skip, Ints length, Int count, Int layer, Numbers shape, Numbers page,
-                    ffi::Result<Any> out, ffi::Result<Any> written) {
+// The runs of an op that advances states of `elements` elements a layer.
+StateRuns runs_of(const Arena& arena, int64_t tokens, int64_t elements, const Ints& pages,
+                  const Ints& read, const Ints& copy, const Ints& start, const Ints& skip,
+                  const Ints& length, Int count, Int layer, Numbers page) {
+  Size runs, state_pages;
+  need(page.size() == 3 && is(pages, {runs, state_pages}) && is(read, {runs, state_pages}) &&
+           is(copy, {runs, state_pages}) && is(start, {runs}) && is(skip, {runs}) &&
+           is(length, {runs}) && runs > 0 && tokens % runs == 0,
+       "shapes");
+  for (const int64_t size : page) need(size > 0, "shapes");
+  StateRuns s = {};
+  s.page_rows = page[0], s.row_elements = page[1], s.layer_rows = page[2];
+  s.layer = *layer.typed_data(), s.state_pages = state_pages;
+  OpSpan::layer(s.layer);
+  need(s.layer_rows * s.row_elements >= elements && s.layer >= 0 &&
+           (s.layer + 1) * s.layer_rows <= s.state_pages * s.page_rows,
+       "the state's pages");
+  s.runs = used(count, runs), s.run_tokens = tokens / runs;
+  s.arena = arena.data, s.kv_rows = arena.rows * arena.hidden / s.row_elements;
+  s.pages = pages.typed_data(), s.read = read.typed_data(), s.copy = copy.typed_data();
+  s.start = start.typed_data(), s.skip = skip.typed_data(), s.length = length.typed_data();
+  return s;
+}
+
+void advance_delta(const Call& call, Any qkv, Any beta, Any decay, Floats conv, Floats a_log,
+                   Floats dt_bias, Any memory, Ints pages, Ints read, Ints copy, Ints start,
+                   Ints skip, Ints length, Int count, Int layer, Numbers shape, Numbers page,
+                   ffi::Result<Any> out, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
-  need(shape.size() == 5 && page.size() == 3, "shapes");
+  need(shape.size() == 5, "shapes");
+  for (const int64_t size : shape) need(size > 0, "shapes");
   Delta d = {};
   d.type = type_of({qkv, beta, decay, *out});
   d.key_heads = shape[0], d.value_heads = shape[1], d.key_dim = shape[2], d.value_dim = shape[3];
   d.taps = shape[4];
-  d.page_rows = page[0], d.row_elements = page[1], d.layer_rows = page[2];
-  for (const int64_t size : shape) need(size > 0, "shapes");
-  for (const int64_t size : page) need(size > 0, "shapes");
   const int64_t columns = 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim;
-  Size tokens, runs, state_pages;
+  Size tokens;
   need(d.value_heads % d.key_heads == 0 && is(qkv, {tokens, columns}) &&
            is(beta, {tokens, d.value_heads}) && is(decay, {tokens, d.value_heads}) &&
            is(conv, {columns, d.taps}) && is(a_log, {d.value_heads}) &&
-           is(dt_bias, {d.value_heads}) && is(pages, {runs, state_pages}) &&
-           is(read, {runs, state_pages}) && is(copy, {runs, state_pages}) && is(start, {runs}) &&
-           is(skip, {runs}) && is(length, {runs}) && runs > 0 && tokens % runs == 0 &&
-           is(*out, {tokens, d.value_heads * d.value_dim}),
+           is(dt_bias, {d.value_heads}) && is(*out, {tokens, d.value_heads * d.value_dim}),
        "shapes");
   const int64_t elements = 2 * d.value_heads * d.key_dim * d.value_dim +
                            (d.taps - 1) * columns * size_of(d.type) / 2;
-  d.layer = *layer.typed_data(), d.state_pages = state_pages;
-  OpSpan::layer(d.layer);
-  need(d.layer_rows * d.row_elements >= elements && d.layer >= 0 &&
-           (d.layer + 1) * d.layer_rows <= d.state_pages * d.page_rows,
-       "the state's pages");
-  d.runs = used(count, runs), d.run_tokens = tokens / runs;
+  d.states = runs_of(arena, tokens, elements, pages, read, copy, start, skip, length, count, layer,
+                     page);
   d.qkv = qkv.untyped_data(), d.beta = beta.untyped_data(), d.decay = decay.untyped_data();
   d.conv = conv.typed_data(), d.a_log = a_log.typed_data(), d.dt_bias = dt_bias.typed_data();
-  d.arena = arena.data, d.kv_rows = arena.rows * arena.hidden / d.row_elements;
-  d.pages = pages.typed_data(), d.read = read.typed_data(), d.copy = copy.typed_data();
-  d.start = start.typed_data(), d.skip = skip.typed_data(), d.length = length.typed_data();
   d.out = out->untyped_data();
   clear_after(*out, 0, d.type);  // rows without a new token
   gated_delta(call.pool, call.k, d);
+}
+
+void advance_conv(const Call& call, Any x, Floats weights, Any memory, Ints pages, Ints read,
+                  Ints copy, Ints start, Ints skip, Ints length, Int count, Int layer, Numbers page,
+                  ffi::Result<Any> out, ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  Size tokens, width, taps;
+  need(is(x, {tokens, width}) && is(weights, {width, taps}) && is(*out, {tokens, width}) && taps > 0,
+       "shapes");
+  ShortConv c = {};
+  c.type = type_of({x, *out}), c.width = width, c.taps = taps;
+  const int64_t elements = (taps - 1) * width * size_of(c.type) / 2;
+  c.states = runs_of(arena, tokens, elements, pages, read, copy, start, skip, length, count, layer,
+                     page);
+  c.x = x.untyped_data(), c.weights = weights.typed_data(), c.out = out->untyped_data();
+  clear_after(*out, 0, c.type);
+  short_conv(call.pool, call.k, c);
 }
 
 void write_heads(const Call& call, Any qkv, Any q_norm, Any k_norm, Int stack_layer,
@@ -538,7 +567,8 @@ MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
 MOEJAX_HANDLER(linear, linear, "row_tile")
 MOEJAX_HANDLER(head_linear, head_linear, "row_tile", "first", "transposed")
 MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "width", "formats", "places", "threads")
-MOEJAX_HANDLER(gated_delta, advance_states, "shape", "page")
+MOEJAX_HANDLER(gated_delta, advance_delta, "shape", "page")
+MOEJAX_HANDLER(short_conv, advance_conv, "page")
 MOEJAX_HANDLER(fill, fill_cells, "width", "formats", "places", "ahead")
 MOEJAX_HANDLER(unpack, unpack_cells, "width", "packed")
 MOEJAX_HANDLER(drain, drain)

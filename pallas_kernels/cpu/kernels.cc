@@ -1230,6 +1230,21 @@ void activate(int activation, float* gate, const float* up, int64_t n) {
   }
 }
 
+void delta(float* __restrict s, int64_t keys, int64_t values, float kept, float rate,
+           const float* __restrict q, const float* __restrict key, const float* __restrict v,
+           float* __restrict error, float* __restrict out) {
+  for (int64_t c = 0; c < values; c++) error[c] = out[c] = 0;
+  for (int64_t i = 0; i < keys; i++) {
+    float* __restrict row = s + i * values;
+    for (int64_t c = 0; c < values; c++) row[c] *= kept, error[c] += row[c] * key[i];
+  }
+  for (int64_t c = 0; c < values; c++) error[c] = rate * (v[c] - error[c]);
+  for (int64_t i = 0; i < keys; i++) {
+    float* __restrict row = s + i * values;
+    for (int64_t c = 0; c < values; c++) row[c] += key[i] * error[c], out[c] += row[c] * q[i];
+  }
+}
+
 void exponentials(float* x, float top, int64_t n) {
   each(x, nullptr, n, [top](vf v, vf) { return exponential(v - top); });
 }
@@ -1240,7 +1255,7 @@ extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, widen, narrow, norm, activate,
-    exponentials,
+    delta, exponentials,
 };
 
 }  // namespace moejax

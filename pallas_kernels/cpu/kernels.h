@@ -130,6 +130,10 @@ struct Kernels {
   void (*norm)(Type type, const float* weight, int64_t n, float eps, float* x, void* scratch);
   // gate[i] = act(gate[i]) · up[i]
   void (*activate)(int activation, float* gate, const float* up, int64_t n);
+  // The gated delta rule of a head's s [keys, values]: s *= kept; s += key ⊗ (rate · (v − keyᵀ s));
+  // out = qᵀ s. error: values floats.
+  void (*delta)(float* s, int64_t keys, int64_t values, float kept, float rate, const float* q,
+                const float* key, const float* v, float* error, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
 };

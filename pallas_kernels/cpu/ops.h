@@ -162,23 +162,45 @@ struct Heads {
 };
 void kv_write(Pool& pool, const Kernels& kernels, const Pages& pages, const Heads& heads);
 
-// ---- gated_delta: states advanced in their pages
+// ---- gated_delta, short_conv: states advanced in their pages
 
-struct Delta {
-  Type type;                               // of qkv, beta, decay and out
+// The tokens of a step by sequence: pallas_kernels/state_pages.py.
+struct StateRuns {
   int64_t runs, run_tokens;                // runs in use, and rows of each
-  int64_t key_heads, value_heads, key_dim, value_dim, taps;
-  const void *qkv, *beta, *decay;
-  const float *conv, *a_log, *dt_bias;     // [columns, taps], [value_heads], [value_heads]
   uint16_t* arena;
   int64_t kv_rows;                         // rows of row_elements in the arena
   int64_t page_rows, row_elements, layer_rows, state_pages;
   const int32_t *pages, *read, *copy;      // [runs, state_pages]; copy[n][0] < 0: none
   const int32_t *start, *skip, *length;    // [runs]
   int64_t layer;
+
+  bool is_new(int64_t n) const { return start[n] + skip[n] == 0; }
+  int64_t tokens() const {
+    int64_t sum = 0;
+    for (int64_t n = 0; n < runs; n++) sum += length[n] > skip[n] ? length[n] - skip[n] : 0;
+    return sum;
+  }
+};
+
+struct Delta {
+  StateRuns states;
+  Type type;                               // of qkv, beta, decay and out
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  const void *qkv, *beta, *decay;
+  const float *conv, *a_log, *dt_bias;     // [columns, taps], [value_heads], [value_heads]
   void* out;                               // [runs · run_tokens, value_heads · value_dim]
 };
 void gated_delta(Pool& pool, const Kernels& kernels, const Delta& delta);
+
+struct ShortConv {
+  StateRuns states;
+  Type type;
+  int64_t width, taps;
+  const void* x;                           // [runs · run_tokens, width]
+  const float* weights;                    // [width, taps]
+  void* out;                               // as x
+};
+void short_conv(Pool& pool, const Kernels& kernels, const ShortConv& conv);
 
 struct Latent {
   int64_t heads, latent;

@@ -3,53 +3,12 @@
 #include <cstring>
 
 #include "pallas_kernels/cpu/buffer.h"
-#include "pallas_kernels/cpu/ops.h"
+#include "pallas_kernels/cpu/state_pages.h"
 
 namespace moejax {
 namespace {
 
 constexpr float kEps = 1e-6f;
-
-void check(const Delta& d) {
-  const auto all_there = [&](const int32_t* pages) {
-    return std::all_of(pages, pages + d.state_pages, [&](int64_t row) {
-      return row >= 0 && row <= d.kv_rows - d.page_rows;
-    });
-  };
-  for (int64_t n = 0; n < d.runs; n++) {
-    const int64_t first = n * d.state_pages;
-    if (d.skip[n] < 0 || d.length[n] > d.run_tokens) throw Refused("tokens of run " + std::to_string(n));
-    if (d.skip[n] >= d.length[n]) continue;
-    const bool copied = d.copy[first] >= 0, zeros = d.start[n] + d.skip[n] == 0;
-    if (all_there(d.pages + first) && (zeros || all_there(d.read + first)) &&
-        (!copied || all_there(d.copy + first))) {
-      continue;
-    }
-    throw Refused("state pages of run " + std::to_string(n) + " are not in the arena");
-  }
-}
-
-// f(where, done, count) of the pieces of `count` elements of the layer's state in these pages.
-template <class F>
-void each_piece(const Delta& d, const int32_t* pages, int64_t element, int64_t count, const F& f) {
-  for (int64_t done = 0; done < count;) {
-    const int64_t row = d.layer * d.layer_rows + (element + done) / d.row_elements;
-    const int64_t within = row % d.page_rows * d.row_elements + (element + done) % d.row_elements;
-    const int64_t here = std::min(count - done, d.page_rows * d.row_elements - within);
-    f(d.arena + pages[row / d.page_rows] * d.row_elements + within, done, here);
-    done += here;
-  }
-}
-void load(const Delta& d, const int32_t* pages, int64_t element, int64_t count, void* to) {
-  each_piece(d, pages, element, count, [&](const uint16_t* from, int64_t done, int64_t here) {
-    std::memcpy(static_cast<uint16_t*>(to) + done, from, 2 * here);
-  });
-}
-void store(const Delta& d, const int32_t* pages, int64_t element, int64_t count, const void* from) {
-  each_piece(d, pages, element, count, [&](uint16_t* to, int64_t done, int64_t here) {
-    std::memcpy(to, static_cast<const uint16_t*>(from) + done, 2 * here);
-  });
-}
 
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
@@ -113,20 +72,20 @@ struct Group {
       std::fill_n(state, heads * matrix + d.taps * columns, 0.0f);
       return;
     }
-    load(d, pages, matrices(), 2 * heads * matrix, state);
+    load(d.states, pages, matrices(), 2 * heads * matrix, state);
     for (int64_t tap = 0; tap < d.taps - 1; tap++) {
       each_part([&](int64_t i, const Part& part) {
-        load(d, pages, input(tap, part), part.count * size_of(d.type) / 2, narrow.get());
+        load(d.states, pages, input(tap, part), part.count * size_of(d.type) / 2, narrow.get());
         k.widen(d.type, narrow.get(), part.count, last + tap * columns + i);
       });
     }
   }
   void end(const int32_t* pages) {
-    store(d, pages, matrices(), 2 * heads * matrix, state);
+    store(d.states, pages, matrices(), 2 * heads * matrix, state);
     for (int64_t tap = 0; tap < d.taps - 1; tap++) {
       each_part([&](int64_t i, const Part& part) {
         k.narrow(d.type, last + tap * columns + i, part.count, narrow.get());
-        store(d, pages, input(tap, part), part.count * size_of(d.type) / 2, narrow.get());
+        store(d.states, pages, input(tap, part), part.count * size_of(d.type) / 2, narrow.get());
       });
     }
   }
@@ -159,20 +118,7 @@ struct Group {
       k.widen(d.type, at(d.beta, gate, d.type), 1, &beta);
       k.widen(d.type, at(d.decay, gate, d.type), 1, &decay);
       const float kept = std::exp(-std::exp(d.a_log[head]) * softplus(decay + d.dt_bias[head]));
-      float* s = state + e * matrix;
-      std::fill_n(error, dv, 0.0f);
-      for (int64_t i = 0; i < d.key_dim; i++) {
-        float* of_key = s + i * dv;
-        const float by = key[i];
-        for (int64_t c = 0; c < dv; c++) of_key[c] *= kept, error[c] += of_key[c] * by;
-      }
-      const float rate = sigmoid(beta);
-      for (int64_t c = 0; c < dv; c++) error[c] = rate * (v[c] - error[c]), out[c] = 0;
-      for (int64_t i = 0; i < d.key_dim; i++) {
-        float* of_key = s + i * dv;
-        const float by = key[i], read = q[i];
-        for (int64_t c = 0; c < dv; c++) of_key[c] += by * error[c], out[c] += of_key[c] * read;
-      }
+      k.delta(state + e * matrix, d.key_dim, dv, kept, sigmoid(beta), q, key, v, error, out);
       k.narrow(d.type, out, dv, at(d.out, gate * dv, d.type));
     }
   }
@@ -181,20 +127,11 @@ struct Group {
 }  // namespace
 
 void gated_delta(Pool& pool, const Kernels& k, const Delta& d) {
-  check(d);
-  int64_t tokens = 0;
-  for (int64_t n = 0; n < d.runs; n++) tokens += std::max(d.length[n] - d.skip[n], 0);
-  const int64_t work = 4 * tokens * d.value_heads * d.key_dim * d.value_dim;
+  check(d.states);
+  const int64_t work = 4 * d.states.tokens() * d.value_heads * d.key_dim * d.value_dim;
   parallel(pool, d.key_heads, work, [&](int64_t number) {
     Group group(k, d, number);
-    for (int64_t n = 0; n < d.runs; n++) {
-      if (d.skip[n] >= d.length[n]) continue;
-      const int64_t first = n * d.state_pages;
-      group.begin(d.read + first, d.start[n] + d.skip[n] == 0);
-      for (int64_t t = d.skip[n]; t < d.length[n]; t++) group.advance(n * d.run_tokens + t);
-      group.end(d.pages + first);
-      if (d.copy[first] >= 0) group.end(d.copy + first);
-    }
+    advance_runs(d.states, group);
   });
 }
 

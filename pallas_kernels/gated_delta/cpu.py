@@ -4,6 +4,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.cpu.library import call, check_dtypes, int32
+from pallas_kernels.state_pages import run_operands
 
 
 def gated_delta(heads, weights, arena, sequences, layer, options):
@@ -15,16 +16,13 @@ def gated_delta(heads, weights, arena, sequences, layer, options):
         lax.dynamic_index_in_dim(each, stack_layer, keepdims=False).astype(jnp.float32)
         for each in weights[:3]
     )
-    pages, shape = sequences.pages, options.shape
-    read = pages if sequences.read is None else sequences.read
-    copy = jnp.full_like(pages, -1) if sequences.copy is None else sequences.copy
+    shape = options.shape
     values = shape.value_heads * shape.value_dim
     out = jax.ShapeDtypeStruct((len(heads.qkv), values), heads.qkv.dtype)
-    runs = sequences.start, sequences.skip, sequences.length, int32(sequences.count)
     return call(
         "gated_delta",
         (out, arena),
-        *(*heads, conv, a_log, dt_bias, arena, pages, read, copy, *runs, int32(layer)),
+        *(*heads, conv, a_log, dt_bias, arena, *run_operands(sequences), int32(layer)),
         aliases={6: 1},
         shape=np.array(shape, np.int64),
         page=np.array(options.page, np.int64),

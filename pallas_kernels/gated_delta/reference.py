@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.short_conv.reference import mixed as convolved
 from pallas_kernels.state_pages import advance
 
 
@@ -17,7 +18,7 @@ def gated_delta(heads, weights, arena, sequences, layer, options):
         matrices, last = state
         new, beta, decay = (lax.dynamic_index_in_dim(each, row, keepdims=False) for each in heads)
         seen = jnp.concatenate([new[None], last])  # the newest first
-        mixed = jax.nn.silu(_mixed(seen, taps).astype(dtype).astype(jnp.float32)).astype(dtype)
+        mixed = jax.nn.silu(convolved(seen, taps).astype(dtype).astype(jnp.float32)).astype(dtype)
         q, k, v = _heads(mixed.astype(jnp.float32), shape)
         rate = jnp.exp(a_log) * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
         matrices = matrices * jnp.exp(-rate)[:, None, None]
@@ -31,14 +32,6 @@ def gated_delta(heads, weights, arena, sequences, layer, options):
     out = jnp.zeros((heads.qkv.shape[0], values), dtype)
     state = shape.state(str(dtype))
     return advance(token, state, out, arena, sequences, layer, options.page)
-
-
-def _mixed(seen, taps):
-    """The convolution float32[W] of the tokens [taps, W], added in order."""
-    total = seen[0].astype(jnp.float32) * taps[0]
-    for token, weights in zip(seen[1:], taps[1:], strict=True):
-        total = total + token.astype(jnp.float32) * weights
-    return total
 
 
 def _heads(mixed, shape):

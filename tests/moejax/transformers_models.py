@@ -146,6 +146,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "sliding_window": 20,
     },
+    "Lfm2Moe": {**_NARROW, "num_experts": 6, "layer_types": ["conv", "full_attention"]},
     "Qwen3Next": {**_NARROW, **_DELTA, "num_experts": 6},
     "Qwen3_5Moe": {**_NARROW, **_DELTA, "num_experts": 6},
 }
@@ -240,7 +241,9 @@ def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
     )
     generator = torch.Generator().manual_seed(seed)
     corrections = [
-        b for b in model.named_buffers() if b[0].endswith(("correction_bias", "layer_scalar"))
+        b
+        for b in model.named_buffers()
+        if b[0].endswith(("correction_bias", "expert_bias", "layer_scalar"))
     ]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *corrections]:

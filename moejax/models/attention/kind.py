@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
         )
 
 
-OPS = ("kv_write", "latent_write", "head_linear", "gated_delta")
+OPS = ("kv_write", "latent_write", "head_linear", "gated_delta", "short_conv")
 """Ops that only some kinds use."""
 
 

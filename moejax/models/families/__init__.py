@@ -11,6 +11,7 @@ _PLACES = (
     "mixtral:FAMILY",
     "olmoe:FAMILY",
     "qwen2_moe:FAMILY",
+    "lfm2_moe:FAMILY",
     "qwen3_next:FAMILY",
     "qwen3_next:QWEN3_5",
     "qwen3_next:QWEN3_5_VISION",

@@ -88,7 +88,7 @@ def step_shapes(
 def without_kernel(config: ModelConfig) -> dict[str, str]:
     """Returns the ops whose Pallas kernel this model cannot use, each with the reason. The
     reference op runs instead; the log and `stats` say so."""
-    pages = [config.of_layer(run.start).page(BLOCK_SIZES[0]) for run in config.runs]
+    pages = [config.of_layer(run.start).page(BLOCK_SIZES[0]) for run in config.page_runs]
     attention_reasons = (why for page in pages if (why := attention_why_not(page)) is not None)
     reasons = {
         "route": route_why_not(config.route_rule),

@@ -176,6 +176,12 @@ SMALL: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
     "Mistral3ForConditionalGeneration": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
+    "Lfm2MoeForCausalLM": dict(
+        num_experts=8,
+        num_dense_layers=1,
+        head_dim=64,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
     "Qwen3NextForCausalLM": dict(DELTA, mlp_only_layers=[1]),
     "Qwen3_5MoeForCausalLM": DELTA,
     "Qwen3_5MoeForConditionalGeneration": DELTA,

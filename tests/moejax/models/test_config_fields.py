@@ -36,17 +36,23 @@ OF_V3 = (*INDEXED, AXK1)
 CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V, *OF_V3)
 MISTRALS = MISTRAL4, MISTRAL3
 NEXT, QWEN35, QWEN35_V = DELTAS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
+LFM = "lfm2_moe"
 GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
-    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
+    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
 GRANITES = GRANITE, SHARED
 
 BASE: dict[str, dict[str, Any]] = {
+    LFM: {
+        "layer_types": ["conv", "full_attention"] * 16,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+    },
     "deepseek_v2": {"num_experts_per_tok": 6},  # has no default
     "deepseek_v3": {"norm_topk_prob": False},
     "qwen2_moe": {"use_sliding_window": True},  # without it other fields have no effect
@@ -134,14 +140,17 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "vocab_size": (KINDS, 77),
     "hidden_size": (KINDS, 1280),
     "intermediate_size": (tuple(kind for kind in KINDS if kind != SOLAR), 96),
-    "num_hidden_layers": (KINDS, 30),
+    "num_hidden_layers": (tuple(kind for kind in KINDS if kind != LFM), 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 1),
     "head_dim": (
         tuple(kind for kind in GQA if kind != "olmoe"),
         48,
     ),
-    "hidden_act": (tuple(kind for kind in KINDS if kind not in (GPT, *DELTAS, *GEMMAS)), "gelu"),
+    "hidden_act": (
+        tuple(kind for kind in KINDS if kind not in (GPT, LFM, *DELTAS, *GEMMAS)),
+        "gelu",
+    ),
     "hidden_activation": (GEMMAS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
@@ -159,7 +168,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM),
         ),
         32,
     ),
@@ -191,6 +200,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *GEMMAS,
             *CORRECTED,
             *MISTRALS,
+            LFM,
             *DELTAS,
         ),
         96,
@@ -198,6 +208,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "norm_topk_prob": (
         (
             "qwen3_moe",
+            LFM,
             "olmoe",
             "qwen2_moe",
             EXAONE,
@@ -232,6 +243,8 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "full_attention_interval": (DELTAS, 2),
+    "norm_eps": ((LFM,), 1e-3),
+    "conv_L_cache": ((LFM,), 4),
     "linear_num_key_heads": (DELTAS, 8),
     "linear_num_value_heads": (DELTAS, 64),
     "linear_key_head_dim": (DELTAS, 32),
@@ -274,7 +287,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "index_head_dim": (INDEXED, 64),
     "index_n_heads": (INDEXED, 4),
     "indexer_types": (("glm_moe_dsa",), ["full"] * 77 + ["shared"]),
-    "num_dense_layers": ((AFMOE,), 2),
+    "num_dense_layers": ((AFMOE, LFM), 3),
     "route_scale": ((AFMOE,), 2.0),
     "global_attn_every_n_layers": ((AFMOE,), 2),
     "mup_enabled": ((AFMOE,), True),
@@ -285,7 +298,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "v_head_dim": (MLA, 32),
     "n_shared_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 3),
     "mlp_bias": (("deepseek_v2", HY3), True),
-    "routed_scaling_factor": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 3.5),
+    "routed_scaling_factor": ((*CORRECTED, "deepseek_v2", EXAONE, LFM, BAILING, *MISTRALS), 3.5),
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
     "n_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 4),
     "topk_group": ((*CORRECTED, "deepseek_v2", EXAONE, BAILING, *MISTRALS), 3),
@@ -332,7 +345,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
         (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
     },
-    "hidden_act": {DELTAS: ("gelu", "hidden_act 'gelu' is not implemented")},
+    "hidden_act": {(*DELTAS, LFM): ("gelu", "hidden_act 'gelu' is not implemented")},
     "sliding_window": {
         (
             *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
@@ -393,6 +406,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
     "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
+    "num_hidden_layers": {(LFM,): (30, "layer_types must be")},
+    "conv_bias": {(LFM,): (True, "conv_bias True is not implemented")},
+    "use_expert_bias": {(LFM,): (False, "use_expert_bias False is not implemented")},
     "is_causal": {KINDS: (False, "is_causal False is not implemented")},
     "is_encoder_decoder": {KINDS: (True, "is_encoder_decoder True is not implemented")},
     "attention_chunk_size": {
@@ -534,6 +550,8 @@ def test_honoured_field_changes_the_computation(kind, field):
         (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
         (NEXT, "norm_topk_prob"): False,
+        (LFM, "norm_topk_prob"): True,
+        (LFM, "tie_word_embeddings"): False,
         (MISTRAL3, "tie_word_embeddings"): False,
         **dict.fromkeys(((kind, "q_lora_rank") for kind in (SARVAM_MLA, *OF_V3)), 64),
         **dict.fromkeys(
@@ -633,7 +651,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
         inner = getattr(model, "model", model)
         if hasattr(inner, vision):
             delattr(inner, vision)
-    saved = "correction_bias", "layer_scalar"
+    saved = "correction_bias", "expert_bias", "layer_scalar"
     corrections = [b for name, b in model.named_buffers() if name.endswith(saved)]
     theirs = sum(p.numel() for p in [*model.parameters(), *corrections])
     places = expected_tensors(parse_config(plain(kind)), ()).values()

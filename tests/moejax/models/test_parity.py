@@ -418,6 +418,15 @@ CASES = {
         {"expert_budget": "50%"},
         family="Flint",
     ),
+    "LFM2-MoE: a dense layer": Case(
+        {
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+        {"expert_budget": "50%"},
+        family="Lfm2Moe",
+    ),
     "Qwen3-Next: a dense layer, biases, a long prompt": Case(
         {
             "num_hidden_layers": 4,
@@ -661,6 +670,7 @@ WRONG = {
     "FlexOlmo": _swapped_norms_of_layer,
     "AXK1": _one_pair_at_rest,
     "Qwen3Next": _ungated_shared_expert,
+    "Lfm2Moe": _other("model.layers.1.feed_forward.gate.routed_scaling_factor", lambda s: 1.1 * s),
     "Qwen3_5Moe": _text_pair_at_rest,
     "Flint": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
 }

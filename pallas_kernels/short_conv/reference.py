@@ -1,0 +1,27 @@
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.state_pages import advance
+
+
+def short_conv(x, weights, arena, sequences, layer, options):
+    stack, stack_layer = weights
+    of_layer = lax.dynamic_index_in_dim(stack, stack_layer, keepdims=False)
+    taps = of_layer.astype(jnp.float32).T[::-1]  # the newest token's weights first
+
+    def token(state, row):
+        (last,) = state
+        new = lax.dynamic_index_in_dim(x, row, keepdims=False)
+        seen = jnp.concatenate([new[None], last])  # the newest first
+        return (seen[:-1],), mixed(seen, taps).astype(x.dtype)
+
+    shapes = (((taps.shape[0] - 1, x.shape[1]), str(x.dtype)),)
+    return advance(token, shapes, jnp.zeros_like(x), arena, sequences, layer, options.page)
+
+
+def mixed(seen, taps):
+    """The convolution float32[W] of the tokens [taps, W], added in order."""
+    total = seen[0].astype(jnp.float32) * taps[0]
+    for token, weights in zip(seen[1:], taps[1:], strict=True):
+        total = total + token.astype(jnp.float32) * weights
+    return total
