@@ -194,7 +194,7 @@ def kernel_shape(
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
     by_head = norms.get("q_norm") == config.head_dim and not norms_apart(config)
     if by_head:
-        norms = {}
+        norms = {key: width for key, width in norms.items() if key == "state_norm"}
     page = config.page(layout.page.block_size)
     shape = ModelShape(
         hidden=config.hidden_size,
