@@ -12,7 +12,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from moejax.checkpoints.conversion import installed_version
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.evaluate.comparison import Units
 from moejax.evaluate.evaluation import model_report, run_report
 from moejax.evaluate.harness.harness_model import MoejaxLM
@@ -30,6 +30,18 @@ class TaskOptions:
     apply_chat_template: bool = False
 
 
+class _Tasks(TaskManager):
+    def load(self, task_list: Any) -> Any:
+        try:
+            return super().load(task_list)
+        except UserError:
+            raise
+        except Exception as error:  # a task is a stranger's program, and its data may be anywhere
+            names = ", ".join(map(str, task_list))
+            text = shown(f"{type(error).__name__}: {error}")
+            raise UserError(f"lm-eval cannot load the task {names}: {text}") from error
+
+
 def task_manager(tasks: Sequence[str], include_path: str | os.PathLike[str] | None) -> TaskManager:
     """Returns the harness's index of tasks. Raises UserError for a missing directory and for
     unknown tasks."""
@@ -37,10 +49,10 @@ def task_manager(tasks: Sequence[str], include_path: str | os.PathLike[str] | No
         raise UserError(f"{include_path} is no directory with files of tasks (--include-path)")
     own = None if include_path is None else str(include_path)
     if own is not None:  # reading the harness's own 10,000 files takes many seconds
-        manager = TaskManager(include_path=own, include_defaults=False)
+        manager = _Tasks(include_path=own, include_defaults=False)
         if all(manager.match_tasks([task]) for task in tasks):
             return manager
-    manager = TaskManager(include_path=own)
+    manager = _Tasks(include_path=own)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UserError(
