@@ -58,7 +58,8 @@ def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
     assert info.total_parameters - info.active_parameters == pytest.approx(idle_experts)
     routers = [run.get(key) for run in loaded.params["runs"] for key in ("router", "correction")]
     assert info.parameters["router"] == sum(leaf.size for leaf in routers if leaf is not None)
-    assert ("shared experts" in info.parameters) == (loaded.config.shared_width > 0)
+    shared = any("shared_down" in run for run in loaded.params["runs"])
+    assert ("shared experts" in info.parameters) == shared
 
 
 def test_what_fits(qwen):
