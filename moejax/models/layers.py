@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from moejax.models.attention.kind import StateKind, Tokens
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import ModelConfig, finishes
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -137,12 +137,17 @@ class LayerStack(nnx.Module):
         within = normalises_within(rows, linear_options(self.ops))
         made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         plain = "post_norm" in self.weights and "post_norm_bias" not in self.weights
-        return self.is_moe and within and made and plain and not self.norms_outputs
+        return self.is_moe and within and made and plain and not self.finishes
 
     @property
-    def norms_outputs(self) -> bool:
-        """Whether what the experts add is normalised first: `finish` then follows them."""
-        return "mlp_out_norm" in self.weights
+    def finishes(self) -> bool:
+        """See `model_config.finishes`."""
+        return finishes(self.config, self.weights)
+
+    @property
+    def mlp_norm(self) -> str:
+        """The norm of what the router, or the feed-forward, reads."""
+        return "input_norm" if self.config.parallel else "post_norm"
 
     def takes_squares(self, rows: int) -> bool:
         """The same as gives_squares for attention's first product, for which attend takes squares
@@ -175,7 +180,10 @@ class LayerStack(nnx.Module):
         if name not in self.weights:
             return x
         eps = self.config.rms_norm_eps if eps is None else eps
-        return norm(x, self.weight(name), self.optional_weight(f"{name}_bias"), i, eps, self.ops)
+        weight, bias = self.weight(name), self.optional_weight(f"{name}_bias")
+        if self.config.mean_norms:
+            bias = jnp.zeros_like(weight)
+        return norm(x, weight, bias, i, eps, self.ops)
 
     def norm_linear(self, x, norm_name, name, i, tokens, squares=None):
         """The product of normalised x, if nothing else reads the normalised values."""
@@ -186,7 +194,8 @@ class LayerStack(nnx.Module):
 
     def _has_rms_norm(self, name: str) -> bool:
         """Whether products can compute the norm: there is one, and it is no LayerNorm."""
-        return name in self.weights and f"{name}_bias" not in self.weights
+        mean = self.config.mean_norms or f"{name}_bias" in self.weights
+        return name in self.weights and not mean
 
     def _scale_added(self, y):
         """Scales what a layer adds to its input. For routed experts the weights have the factor."""
@@ -243,7 +252,7 @@ class LayerStack(nnx.Module):
         - `squares`: of x, as attend returns them, here and below.
 
         Returns (what the experts add to: x plus its shared expert if there is one, without x if the
-        layer `norms_outputs`; normalised x; ids [T, K] ascending; weights [T, K]).
+        layer `finishes`; normalised x; ids [T, K] ascending; weights [T, K]).
         """
         with jax.named_scope("route"):
             x, normed, logits = self._score(i, x, tokens, squares)
@@ -312,7 +321,7 @@ class LayerStack(nnx.Module):
             kept = operands, records, self.first_moe_layer + i, counters
             rule, name = self.config.route_rule, self.ops.route
             plain = self._has_rms_norm("post_norm") and "router_bias" not in self.weights
-            if not plain or self.norms_outputs or not self.ops.fuses_norm_route:
+            if not plain or self.finishes or not self.ops.fuses_norm_route:
                 scored = self._score(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
@@ -330,21 +339,21 @@ class LayerStack(nnx.Module):
             normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, self.norm(x, "router_norm", i), tokens)
             logits = logits * x.shape[1] ** -0.5
-        elif not self._has_rms_norm("post_norm"):
-            normed = self.norm(x, "post_norm", i)
+        elif not self._has_rms_norm(self.mlp_norm):
+            normed = self.norm(x, self.mlp_norm, i)
             logits = self._router_logits(i, normed, tokens)
         else:
             router = self.weight("router"), i, linear_options(self.ops, tokens)
             normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
             logits = self._plus_router_bias(i, logits)
-        if self.norms_outputs:  # finish adds x
+        if self.finishes:  # finish adds x
             x = jnp.zeros_like(x)
         if "shared_down" in self.weights and "shared_norm" not in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
 
     def finish(self, i: jax.Array, x: jax.Array, out: jax.Array, tokens: Tokens) -> jax.Array:
-        """The layer's result, if it `norms_outputs`.
+        """The layer's result, if it `finishes`.
 
         - `x`: [T, D] before the experts.
         - `out`: [T, D], the sum of the routed experts and the shared one, unless that has norms of
@@ -356,13 +365,15 @@ class LayerStack(nnx.Module):
                 shared = self.linear(hidden, "shared_down", i, tokens)
                 out = self.norm(out, "experts_out_norm", i)
                 out = out + self.norm(shared, "shared_out_norm", i)
-            x = x + self._scale_added(self.norm(out, "mlp_out_norm", i))
+            factor = self.config.mlp_multiplier if self.is_moe else 1.0
+            added = scale(self.norm(out, "mlp_out_norm", i), factor)
+            x = x + self._scale_added(added)
             if "layer_scale" in self.weights:
                 x = x * self.weight("layer_scale")[i].astype(x.dtype)
             return lax.optimization_barrier(x)
 
     def _post_norm(self, squares):
-        return Norm(self.weight("post_norm"), self.config.rms_norm_eps, squares)
+        return Norm(self.weight(self.mlp_norm), self.config.rms_norm_eps, squares)
 
     def _correction(self):
         """[L, E], of tensors [E] or [1, E]."""
@@ -395,10 +406,13 @@ class LayerStack(nnx.Module):
             return x + self._scale_added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
-        """x [T, D] plus the gated feed-forward of a layer without experts."""
+        """x [T, D] plus the gated feed-forward of a layer without experts; without x if `finish`
+        adds it."""
         with jax.named_scope("feed_forward"):
-            normed = self.norm(x, "post_norm", i)
+            normed = self.norm(x, self.mlp_norm, i)
             hidden = self._gate(normed, "", i, tokens)
+            if self.finishes:
+                return lax.optimization_barrier(self.linear(hidden, "down", i, tokens))
             out = self._plus(x, hidden, "down", i, tokens, "mlp_out_norm")
             return lax.optimization_barrier(out)
 
@@ -469,6 +483,8 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             weight, bias = self.final_norm[...][None], self.final_norm_bias
             bias = None if bias is None else bias[...][None]
+            if self.config.mean_norms:
+                bias = jnp.zeros_like(weight)
             x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
             head = self.embedding if self.lm_head is None else self.lm_head
             bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -153,6 +153,12 @@ class ModelConfig:
     routes_apart: bool = False
     """Whether experts read other values than the router, or their weights have a factor of each
     expert: then no kernel does both the routing and what follows, and no trace has arrays of it."""
+    mean_norms: bool = False
+    """Whether norms subtract the mean, also without biases."""
+    mlp_multiplier: float = 1.0
+    """Factor of what experts add to a layer's input, the shared one included."""
+    parallel: bool = False
+    """Whether attention and experts are beside each other, after one norm of the layer's input."""
     weighted_inputs: bool = False
     """Whether routing weights scale the inputs of experts, not their outputs."""
     quantization: Quantization | None = None
@@ -394,9 +400,15 @@ def with_state(config: ModelConfig, kind: StateKind, layers: Sequence[bool]) -> 
     return dataclasses.replace(config, layer_kinds=tuple(state if s else own for s in layers))
 
 
+def finishes(config: ModelConfig, params: Container[str]) -> bool:
+    """Whether `LayerStack.finish` ends layers with these parameters: what experts add is normalised
+    first, or attention is beside them."""
+    return config.parallel or ("router" in params and "mlp_out_norm" in params)
+
+
 _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
-    | {"routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
+    | {"mean_norms", "parallel", "routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
 )
 
 
@@ -414,6 +426,8 @@ def config_digest(config: ModelConfig) -> str:
     # Fields that older releases had not are left out where a model does not use them.
     fields = {key: v for key, v in fields.items() if v or key not in _NEWER}
     # Files of older releases have digests with this name and None for grouped-query attention.
+    if fields["mlp_multiplier"] == 1:
+        del fields["mlp_multiplier"]
     if fields["rope"]["part"] == 1:
         del fields["rope"]["part"]
     fields["mla"] = fields.pop("attention") or None

@@ -117,7 +117,7 @@ def device_step(
         carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # Stage lists and searches read the index after the layer's last kernel, which increments it.
-    ends = context.ops.ends_layers and not any(stack.norms_outputs for stack in model.runs)
+    ends = context.ops.ends_layers and not any(stack.finishes for stack in model.runs)
     counts = few and ends and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
@@ -132,11 +132,17 @@ def device_step(
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
         carry = _attend(stack, i, carry._replace(memory=memory), tokens, context)
-        if not stack.is_moe:
-            return carry._replace(x=stack.feed_forward(i, carry.x, tokens)), None
         before = carry.x
+        if stack.config.parallel:
+            # If routing did not wait for attention, fills could come before it reads the arena, and
+            # XLA would copy the arena.
+            carry = carry._replace(x=jnp.where(zero_after(before) == 0, x, before))
+        if not stack.is_moe:
+            out = stack.feed_forward(i, carry.x, tokens)
+            out = stack.finish(i, before, out, tokens) if stack.finishes else out
+            return carry._replace(x=out), None
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
-        if stack.norms_outputs:
+        if stack.finishes:
             carry = carry._replace(x=stack.finish(i, before, carry.x, tokens))
         x, memory = carry.x, carry.memory
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)

@@ -35,6 +35,7 @@ from host_offload.memory.tables import (
     with_contents,
 )
 from host_offload.versions.layer_versions import record_bytes, version_bytes
+from moejax.models.model_config import finishes
 from moejax.requests.request import PrefillKind
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
@@ -134,7 +135,7 @@ class Executor:
             )
         else:
             runs = [
-                (run["o"].shape[0], "router" in run, "mlp_out_norm" in run)
+                (run["o"].shape[0], "router" in run, finishes(steps.config, run))
                 for run in params["runs"]
             ]
             self.walk = LayerWalk(

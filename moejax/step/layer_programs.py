@@ -95,8 +95,10 @@ class _StepPart:
         method, donated, summed = _PARTS[name]
         if not self.programs.steps.ops.ends_layers:
             donated |= summed
-        if name == "route" and self._stack(self.programs.params).norms_outputs:
-            donated -= {"x"}  # finish reads it
+        if name in ("route", "attend"):
+            stack = self._stack(self.programs.params)
+            if stack.config.parallel if name == "attend" else stack.finishes:
+                donated -= {"x"}  # read again later
         _, *parameters = inspect.signature(method).parameters  # the first one is self
         shapes = self.shapes()
         args = [shapes[parameter] for parameter in parameters]

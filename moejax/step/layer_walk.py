@@ -42,8 +42,8 @@ class LayerWalk:
     Without hooks the host reads nothing back, so it runs ahead of the device as with one executable
     a step.
 
-    - `runs`: (how many layers, whether they have experts, whether they normalise what experts add)
-      of each run of equal layers.
+    - `runs`: (how many layers, whether they have experts, whether `finish` follows) of each run of
+      equal layers.
     - `params`: the model's arrays.
     - `stream`: brings all experts of a layer before it; None: the transport brings missing ones.
     - `processor`: computes some experts beside the device; None without one.
@@ -88,7 +88,7 @@ class LayerWalk:
         parts += self._experts.parts
         for run, (_, is_moe, finishes) in enumerate(self._runs):
             parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
-            if is_moe and finishes:
+            if finishes:
                 parts.append(("finish", run))
             if is_moe and not self._steps.trace_arrays <= {"embedding"}:
                 parts.append(("observe", run))
@@ -138,13 +138,15 @@ class LayerWalk:
         if hooks is not None:
             self._carry_out(hooks(Moment.EMBEDDED, -1, embedding), 0)
         for run, index, layer in self._layers:
-            x, buffers.arena = parts["attend", run](params, buffers.arena, x, batch, index)
+            before, buffers.arena = parts["attend", run](params, buffers.arena, x, batch, index)
+            x = x if self._steps.config.parallel else before
             if layer < 0:
                 x = parts["feed_forward", run](params, x, batch, index)
+                if ("finish", run) in parts:
+                    x = parts["finish", run](params, before, x, batch, index)
                 continue
             if hooks is not None:
                 self._carry_out(hooks(Moment.LAYER_BEGIN, layer, None), layer)
-            before = x
             residents = (buffers.tables.address,) if self._steps.favours_residents else ()
             x, normed, ids, weights = parts["route", run](
                 *(params, x, batch, index), *residents, *extra

@@ -110,6 +110,17 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV32": {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2},
     "GlmMoeDsa": {**_LATENT, **_INDEXER},
     "Afmoe": {**_NARROW, "head_dim": 16, "num_experts": 6, "sliding_window": 20},
+    "Cohere2Moe": {
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "num_experts": 6,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "num_shared_experts": 2,
+        "logit_scale": 0.75,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
     "Llama4": {
         "model_type": "llama4_text",
         "head_dim": 16,

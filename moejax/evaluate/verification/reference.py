@@ -133,7 +133,8 @@ class Reference:
                 f"verify has no reference for the attention of {config.architecture} (sequences of "
                 f"up to {config.max_position_embeddings} tokens)"
             )
-        if config.routes_apart or config.layer_kinds is not None:
+        several = config.layer_kinds is not None or config.parallel
+        if config.routes_apart or several:
             raise UserError(
                 "verify has no reference for layers of several kinds, or experts that read other "
                 f"values than the router ({config.architecture})"

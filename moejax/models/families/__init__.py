@@ -41,6 +41,7 @@ _PLACES = (
     "flex_olmo:FAMILY",
     "axk1:FAMILY",
     "flint:FAMILY",
+    "cohere2_moe:FAMILY",
     "llama4:FAMILY",
     "llama4:IMAGES",
     "gemma4:FAMILY",

@@ -162,6 +162,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": dict(
         num_experts=8, head_dim=16, sliding_window=70, global_attn_every_n_layers=2
     ),
+    "Cohere2MoeForCausalLM": dict(
+        num_experts=8,
+        head_dim=16,
+        sliding_window=70,
+        sliding_window_pattern=2,
+        num_shared_experts=1,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "Gemma4ForCausalLM": GEMMA4,

@@ -30,6 +30,7 @@ SARVAM, BAILING, QWEN_VL, KIMI = "sarvam_moe", "bailing_moe_v2", "qwen3_vl_moe",
 GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
+COHERE = "cohere2_moe"
 INDEXED = "deepseek_v32", "glm_moe_dsa"
 GEMMAS, LLAMAS = ("gemma4_text", "gemma4"), ("llama4_text", "llama4")
 OF_V3 = (*INDEXED, AXK1)
@@ -41,7 +42,7 @@ GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
-    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM),
+    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
@@ -85,6 +86,12 @@ BASE: dict[str, dict[str, Any]] = {
     FLINT: {"norm_topk_prob": False},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
     GPT: {"num_hidden_layers": 24},
+    COHERE: {
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     **{
         kind: {
             "num_hidden_layers": 24,
@@ -121,6 +128,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     **dict.fromkeys(MISTRALS, 36),
     **dict.fromkeys(GEMMAS, 24),
     **dict.fromkeys(LLAMAS, 48),
+    COHERE: 40,
 }
 """Default number of layers; 32 elsewhere."""
 
@@ -168,7 +176,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE),
         ),
         32,
     ),
@@ -215,6 +223,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             BAILING,
             FLEX,
             FLINT,
+            COHERE,
             *CORRECTED,
             *MISTRALS,
             NEXT,
@@ -225,13 +234,26 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
             *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
+            COHERE,
         ),
         "other",
     ),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe", QWEN_VL, FLINT, NEXT), [3]),
     "sliding_window": (
-        ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS),
+        (
+            "qwen3_moe",
+            "mixtral",
+            "qwen2_moe",
+            "phimoe",
+            DOTS,
+            EXAONE,
+            GPT,
+            AFMOE,
+            FLINT,
+            *GEMMAS,
+            COHERE,
+        ),
         33,
     ),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
@@ -239,7 +261,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "swiglu_alpha": ((GPT,), 1.5),
     "swiglu_limit": ((GPT,), 5.0),
     "layer_types": (
-        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS),
+        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "full_attention_interval": (DELTAS, 2),
@@ -250,8 +272,16 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "linear_key_head_dim": (DELTAS, 32),
     "linear_value_head_dim": (DELTAS, 32),
     "linear_conv_kernel_dim": (DELTAS, 3),
-    "sliding_window_pattern": ((EXAONE,), "LG"),
-    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE), 3),
+    "sliding_window_pattern": ((EXAONE, COHERE), "LG"),
+    "prefix_dense_sliding_window_pattern": ((COHERE,), 3),
+    "prefix_dense_intermediate_size": ((COHERE,), 96),
+    "shared_expert_combination_strategy": ((COHERE,), "sum"),
+    "expert_selection_fn": ((COHERE,), "softmax"),
+    "layer_norm_eps": ((COHERE,), 1e-3),
+    "logit_scale": ((COHERE,), 0.5),
+    "rope_theta": ((COHERE,), 123.0),
+    "rope_scaling": ((COHERE,), {"type": "linear", "factor": 2.0}),
+    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE, COHERE), 3),
     "shared_intermediate_size": ((SHARED,), 48),
     "top_k_experts": (GEMMAS, 3),
     "final_logit_softcapping": (GEMMAS, 20.0),
@@ -278,10 +308,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *(GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI, SARVAM_MLA, GLM_V, *MISTRALS),
             *OF_V3,
+            COHERE,
         ),
         2,
     ),
-    "mlp_layer_types": ((LITE, HY3, EXAONE, *OF_V3), "sparse"),
+    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3), "sparse"),
     "moe_layer_freq": ((AXK1,), 2),
     "index_topk": (INDEXED, 99),
     "index_head_dim": (INDEXED, 64),
@@ -357,7 +388,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     },
     "layer_types": {
         tuple(
-            k for k in KINDS if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS)
+            k
+            for k in KINDS
+            if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE)
         ): (
             SLIDING,
             "layer_types must be",
@@ -546,6 +579,8 @@ def test_honoured_field_changes_the_computation(kind, field):
     others = {
         **dict.fromkeys(((kind, "tie_word_embeddings") for kind in GEMMAS), False),
         (ERNIE, "tie_word_embeddings"): False,
+        (COHERE, "tie_word_embeddings"): False,
+        (COHERE, "sliding_window_pattern"): 2,
         (KIMI, "tie_word_embeddings"): False,
         (GPT, "attention_bias"): False,
         (GLM, "use_qk_norm"): True,
@@ -557,7 +592,7 @@ def test_honoured_field_changes_the_computation(kind, field):
         **dict.fromkeys(
             (
                 (kind, "num_attention_heads")
-                for kind in (SOLAR, HY3, SARVAM, SARVAM_MLA, GPT, AXK1, "glm_moe_dsa")
+                for kind in (SOLAR, HY3, COHERE, SARVAM, SARVAM_MLA, GPT, AXK1, "glm_moe_dsa")
             ),
             32,
         ),

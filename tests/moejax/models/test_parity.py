@@ -443,6 +443,26 @@ CASES = {
         {"expert_budget": "50%"},
         family="Qwen3_5Moe",
     ),
+    "Command A: a dense layer, windows, two shared experts": Case(
+        {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 48,
+        },
+        {"expert_budget": "50%"},
+        family="Cohere2Moe",
+    ),
+    "Command A: RMS norms, sigmoid, biases, a sum": Case(
+        {
+            "rms_norm_eps": 1e-5,
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"expert_budget": "0%"},
+        family="Cohere2Moe",
+    ),
     "Llama 4: chunks, layers without positions, queries that grow": Case(
         {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "attn_scale": 0.3},
         {"expert_budget": "50%"},
