@@ -102,19 +102,19 @@ def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
 def build(folder: Path = HERE) -> Path:
     """Compiles the library into a folder, in about 20 seconds on two cores. Of a checkout, a copy
     and the objects are kept in the user's cache. Raises BuildError."""
-    compiler = find_compiler()
+    compiler, sources_digest = find_compiler(), digest()  # they may change meanwhile
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         objects = compile_units(compiler, translation_units(compiler), Path(work))
         library = link(compiler, objects, folder)
         if (HERE.parents[1] / "setup.py").is_file():
-            _keep([*objects, library])
+            _keep([*objects, library], sources_digest)
     return library
 
 
-def _keep(files: Sequence[Path]) -> None:
+def _keep(files: Sequence[Path], sources_digest: str) -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written has no cache
-        folder = _cache() / digest()
+        folder = _cache() / sources_digest
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         old = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
