@@ -62,7 +62,7 @@ void head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t r
 
 // ---- expert_ffn
 
-constexpr int64_t kFields = 46;  // of a format: pallas_kernels/records/cpu.py writes them
+constexpr int64_t kFields = 49;  // of a format: pallas_kernels/records/cpu.py writes them
 
 Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type) {
   Format f = {};
@@ -76,6 +76,7 @@ Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type)
     c.supers = of[10], c.min_supers = of[11], c.whole = static_cast<Whole>(of[12]);
     c.global = of[13], of += 14;
   }
+  std::copy(of, of + 3, f.bias);
   return f;
 }
 
@@ -116,8 +117,8 @@ Records records_of(const Arena& arena, const ffi::RemainingArgs& stores, Numbers
 
 void expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memory, Int layer, Ints address,
                 Ints version, Ints active, Int active_count, ffi::RemainingArgs stores,
-                int64_t activation, int64_t width, Numbers formats, Numbers places,
-                int64_t most_threads, ffi::Result<Floats> y) {
+                int64_t activation, float limit, float alpha, int64_t width, Numbers formats,
+                Numbers places, int64_t most_threads, ffi::Result<Floats> y) {
   Size tokens, hidden, top_k, layers, experts;
   const Arena arena(memory);
   need(is(x, {tokens, hidden}) && is(ids, {tokens, top_k}) && is(address, {layers, experts}) &&
@@ -133,7 +134,7 @@ void expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memory, Int
   for (const auto& mine : c.records.versions) need(mine.experts == experts, "the shape of a store");
   c.address = address.typed_data(), c.version = version.typed_data(), c.writes = arena.writes();
   c.active = active.typed_data(), c.active_count = used(active_count, active.element_count());
-  c.y = changed(given, y);
+  c.y = changed(given, y), c.limit = limit, c.alpha = alpha;
   PartOfPool pool(call.pool, most_threads);
   run_experts(pool, call.k, c);
 }
@@ -566,7 +567,7 @@ MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
 
 MOEJAX_HANDLER(linear, linear, "row_tile")
 MOEJAX_HANDLER(head_linear, head_linear, "row_tile", "first", "transposed")
-MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "width", "formats", "places", "threads")
+MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "limit", "alpha", "width", "formats", "places", "threads")
 MOEJAX_HANDLER(gated_delta, advance_delta, "shape", "page")
 MOEJAX_HANDLER(short_conv, advance_conv, "page")
 MOEJAX_HANDLER(fill, fill_cells, "width", "formats", "places", "ahead")

@@ -1211,8 +1211,16 @@ INLINE void each(float* x, const float* y, int64_t n, F f) {
   memcpy(x + i, &last, (n - i) * 4);
 }
 
-void activate(int activation, float* gate, const float* up, int64_t n) {
+void activate(int activation, float limit, float alpha, float* gate, const float* up, int64_t n) {
   switch (activation) {
+    case CLAMPED_SWIGLU: {
+      const vf most = splat(limit), least = -most;
+      return each(gate, up, n, [=](vf g, vf u) {
+        g = g > most ? most : g;
+        u = u > most ? most : u < least ? least : u;
+        return (u + 1.0f) * (g / (1.0f + exponential(-(g * alpha))));
+      });
+    }
     case SILU:
       return each(gate, up, n, [](vf g, vf u) { return g / (1.0f + exponential(-g)) * u; });
     case RELU:

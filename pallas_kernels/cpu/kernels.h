@@ -48,6 +48,7 @@ struct Format {
   int64_t rows;                       // arena rows of a record
   int64_t hidden, width;              // D and I
   Type type;                          // of the decoded weights
+  int64_t bias[3];                    // first rows of the matrices' biases; 0: there are none
   int64_t blocks, escapes, tables;    // lossless12: row blocks of a matrix, entries of a table, and
                                       // the first row of the tables
 };
@@ -128,8 +129,9 @@ struct Kernels {
   // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:
   // n floats. scratch: n values of `type`.
   void (*norm)(Type type, const float* weight, int64_t n, float eps, float* x, void* scratch);
-  // gate[i] = act(gate[i]) · up[i]
-  void (*activate)(int activation, float* gate, const float* up, int64_t n);
+  // gate[i] = act(gate[i]) · up[i]; of CLAMPED_SWIGLU, with its limit and alpha,
+  // (up + 1) · gate · sigmoid(alpha · gate), gate at most limit and up within ± limit.
+  void (*activate)(int activation, float limit, float alpha, float* gate, const float* up, int64_t n);
   // The gated delta rule of a head's s [keys, values]: s *= kept; s += key ⊗ (rate · (v − keyᵀ s));
   // out = qᵀ s. error: values floats.
   void (*delta)(float* s, int64_t keys, int64_t values, float kept, float rate, const float* q,
@@ -143,7 +145,7 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 const Kernels& kernels_amx();  // avx512bf16's with products by tiles
 #endif
 
-enum Activation { SILU, GELU, GELU_TANH, RELU };
+enum Activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 
 // Where a dense record of kind_of's type has a row; null: it must be decoded.
 static inline const void* row_of(const Format& f, const uint16_t* record, int matrix, int64_t row) {

@@ -76,6 +76,7 @@ struct Experts {
   int64_t active_count;
   float* y;  // [tokens · top_k, hidden]; rows of experts that are not active are left alone
   uint32_t writes;  // of the arena, so far
+  float limit = 0, alpha = 0;  // of CLAMPED_SWIGLU
 };
 
 // With a supply, experts are computed as their records come. One whose record does not is zeros, and

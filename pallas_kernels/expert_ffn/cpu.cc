@@ -143,6 +143,16 @@ bool arrived(const Work& work, const Expert& e, int matrix) {
   return false;
 }
 
+// Onto `count` results of a matrix from `first` on, their biases, if it has any.
+void add_biases(const Work& work, const Expert& e, int matrix, int64_t first, int64_t count, float* y) {
+  const int64_t part = e.format->bias[matrix];
+  if (!part) return;
+  Buffer<float> bias(count);
+  const uint16_t* biases = e.record + part * work.call.records.hidden;
+  work.k.widen(work.call.type, at(biases, first, work.call.type), count, bias.get());
+  for (int64_t i = 0; i < count; i++) y[i] += bias[i];
+}
+
 // h = act(gate(x)) · up(x), rounded to the run's dtype, of rows [first, last) for an expert's tokens.
 void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   const Experts& c = work.call;
@@ -152,13 +162,16 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   for (int64_t t = 0; t < e.tokens; t++) {
     x[t] = work.x + work.pairs[e.first + t] / c.top_k * work.x_width;
   }
+  if (e.format->bias[GATE] && !arrived(work, e, DOWN)) return;  // biases come last
   if (!arrived(work, e, GATE)) return;
   products(work, e, GATE, first, rows, x.data(), gate.get());
   if (!arrived(work, e, UP)) return;
   products(work, e, UP, first, rows, x.data(), up.get());
   for (int64_t t = 0; t < e.tokens; t++) {
     float *mine = &gate[t * kMostRows], rounded[kMostRows];
-    work.k.activate(c.activation, mine, &up[t * kMostRows], rows);
+    add_biases(work, e, GATE, first, rows, mine);
+    add_biases(work, e, UP, first, rows, &up[t * kMostRows]);
+    work.k.activate(c.activation, c.limit, c.alpha, mine, &up[t * kMostRows], rows);
     work.k.narrow(c.type, mine, rows, rounded);
     work.k.widen(c.type, rounded, rows, mine);
     float* h = work.h + (e.first + t) * work.h_width;
@@ -239,7 +252,9 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
     else add_rows(work, columns, t0, tokens, sums.get());
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t pair = work.pairs[e.first + t0 + t];
-      work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.records.hidden + first);
+      float* out = c.y + pair * c.records.hidden + first;
+      work.k.unpack(work.kind, &sums[t * width], count, out);
+      add_biases(work, e, DOWN, first, count, out);
     }
   }
 }

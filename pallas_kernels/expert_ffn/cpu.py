@@ -1,10 +1,12 @@
 import numpy as np
 
 from pallas_kernels.cpu.library import call, check_dtypes, int32
+from pallas_kernels.expert_ffn.activation import ClampedSwiGLU
 from pallas_kernels.records.cpu import versions
 
 CODES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
-"""Activation → its number in kernels.h."""
+CLAMPED = 4
+"""Activation → its number in kernels.h, and that of ClampedSwiGLU."""
 
 
 def expert_ffn(y, arena, batch, places, options):
@@ -18,6 +20,9 @@ def expert_ffn(y, arena, batch, places, options):
     stores, layer, address, version = places
     rows = y, batch.x, batch.ids, arena
     listed = batch.active, int32(batch.active_count)
+    activation, limit, alpha = options.activation, 0.0, 0.0
+    if isinstance(activation, ClampedSwiGLU):
+        limit, alpha = activation.limit, activation.alpha
     return call(
         "expert_ffn",
         y,
@@ -28,7 +33,9 @@ def expert_ffn(y, arena, batch, places, options):
         *listed,
         *stores,
         aliases={0: 0},
-        activation=np.int64(CODES[options.activation]),
+        activation=np.int64(CODES[activation] if isinstance(activation, str) else CLAMPED),
+        limit=np.float32(limit),
+        alpha=np.float32(alpha),
         threads=np.int64(0),  # as many as XLA's pool has
         **versions(options.formats, stores, address.shape[0]),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
 
-_FIELDS = 46
+_FIELDS = 49
 """Numbers of a format (`kFields` of handlers.cc)."""
 
 _SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu", "float8_e4m3fn", "uint8", "int8")
@@ -74,4 +74,4 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
             _WHOLE.index(encoding.whole),
             first(matrix, "_global"),
         ]
-    return numbers
+    return numbers + [first(matrix, "_bias") for matrix in fmt.encodings]

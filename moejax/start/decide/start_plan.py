@@ -161,7 +161,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             | apart(options.transfer.driver.name, formats)
             | why_no_kernel(versions, config.xla_only)
             | dict(device.declined),
-            no_native=why_no_native(versions, config.xla_only) | without_native(config),
+            # Residents that the queue unpacks are matrices alone, without biases.
+            no_native=why_no_native(versions, config.xla_only if packed else None)
+            | without_native(config),
             shared_kib=device.shared_kib,
         )
     needs = (need for policy in settings.policies for need in policy.needs)

@@ -354,10 +354,11 @@ CONTRACTS = (
     ),
     Contract(
         "expert_ffn with biases and a clamped SwiGLU",
-        {"xla": api.IMPLEMENTATIONS["xla"]},
+        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "cpu")},
         [
             Spec(17, "float32", width=100, hidden=40, versions=("dense",), biases=True),
             Spec(3, "bfloat16", "one", versions=("int8", "lossless12", "int4"), biases=True),
+            Spec(9, "bfloat16", versions=("fp4-32-e8m0", ("dense", "lossless12")), biases=True),
         ],
         check_clamped,
     ),
