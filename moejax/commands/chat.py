@@ -38,7 +38,7 @@ _EPILOG = """\
 examples:
   moejax chat
       with the embedded model
-  moejax chat --model Qwen/Qwen3-30B-A3B --memory 16GiB --system "Answer in one sentence."
+  moejax chat Qwen/Qwen3-30B-A3B --memory 16GiB --system "Answer in one sentence."
       with a model of the Hugging Face hub, in 16 GiB of device memory
   echo "What is 3 times 14?" | moejax chat --quiet
       a line of standard input is a message
@@ -54,7 +54,7 @@ within the conversation:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     chat = add_command(commands, "chat", _run, "talk to a model in the terminal", _EPILOG)
-    add_model_option(chat)
+    add_model_option(chat, positional=True)
     chat.add_argument("--system", metavar="TEXT", help="the system's message")
     add_sampling(chat, _SAMPLING)
     add_model_options(chat)

@@ -29,8 +29,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
 
 
-def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --model, whose default is the embedded model."""
+def add_model_option(parser: argparse.ArgumentParser, positional: bool = False) -> None:
+    """Adds the option --model, whose default is the embedded model.
+
+    - `positional`: whether MODEL may stand without --model too, as in `vllm serve MODEL`.
+    """
+    if positional:
+        parser.add_argument(
+            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model"
+        )
     help = f"{MODEL_HELP}, the embedded model (default: demo)"
     parser.add_argument("--model", default="demo", metavar="PATH", help=help)
 

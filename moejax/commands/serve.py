@@ -21,7 +21,7 @@ _EPILOG = """\
 examples:
   moejax serve
       the embedded model at http://127.0.0.1:8000/v1
-  moejax serve --model Qwen/Qwen3-30B-A3B --memory 16GiB --host 0.0.0.0 --api-key SECRET
+  moejax serve Qwen/Qwen3-30B-A3B --memory 16GiB --host 0.0.0.0 --api-key SECRET
       a model of the Hugging Face hub, for other machines too
 
   SIGTERM ends it when the running requests have ended; so does Ctrl-C.
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = add_command(
         commands, "serve", _run, "answer requests over HTTP, as OpenAI's API", _EPILOG
     )
-    add_model_option(serve)
+    add_model_option(serve, positional=True)
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
     server.add_argument(

@@ -239,3 +239,10 @@ def test_several_texts_with_their_tokens(capsys):
 def test_wrong_fields_of_sampling_are_refused(capsys, given, message):
     assert cli.main(["generate", "The", "--sampling", given]) == 2
     assert capsys.readouterr().err.startswith(f"moejax: error: {message}")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_model_may_stand_without_its_option(command):
+    parse = cli._parser().parse_args
+    found = [parse([command, *given]).model for given in ([], ["m"], ["--model", "m"])]
+    assert found == ["demo", "m", "m"]
