@@ -73,7 +73,7 @@ class Scheduler:
         self.published: list[Block] = []
         """Blocks that the step writes and other requests may already hold."""
         self.states: list[Block] = []
-        """Blocks of states that the step reads or writes beside those of its requests."""
+        """Blocks of states that the step reads or writes beside those of its requests, pinned."""
         self.in_step: set[Request] = set()
         """Requests that the step computes."""
         self._held_steps = 0
@@ -155,6 +155,7 @@ class Scheduler:
         dispatched."""
         self.published, self.in_step = [], set()
         states, self.states = self.states, []
+        self.cache.unpin(states)
         self.cache.release(states)
         for request in self.running.values():
             self._release_unseen(request)
@@ -163,6 +164,8 @@ class Scheduler:
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
             rows = self._decode_rows()  # also of requests that just got a row back
+        while not rows and not chunks and self._begin_anew():
+            chunks = self._next_chunks()
         self._prefilled = bool(chunks)
         if not rows and not chunks:
             return None
@@ -350,11 +353,26 @@ class Scheduler:
     ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
         """Returns `read` and `copy` of a chunk that ends at `end`."""
         read, request.blocks.resumed = request.blocks.resumed, []
-        self.cache.unpin(read)
         copy = self.prefixes.publish_state(request, end)
+        self.cache.pin(copy)
         self.states += [*read, *copy]
         self.published += copy
         return tuple(read), tuple(copy)
+
+    def _begin_anew(self) -> bool:
+        """Lets a running request that found a state compute its prompt instead. What it found takes
+        pages beside its own, for which no room may be. Returns False if there is no such
+        request."""
+        found = [r for r in self.running.values() if r.blocks.resumed]
+        if not found:
+            return False
+        request = min(found, key=_order)
+        state, request.blocks.state = request.blocks.state, []
+        self.cache.unpin(request.blocks)
+        self._drop_kv(request)
+        request.blocks.state = state
+        request.block_keys = []  # or it would find the state again
+        return True
 
     # ---- pages
 

@@ -13,12 +13,10 @@ from moejax.engine.scheduler import Scheduler
 
 def kv_faults(scheduler: Scheduler) -> list[str]:
     """Broken invariants of pages, blocks and rows, in words."""
-    running = (r.blocks for r in scheduler.running.values())
+    running = (*(r.blocks for r in scheduler.running.values()), scheduler.states)
     waiting = (r.blocks for _, r in scheduler.queue)
     between_turns = (s.blocks for s in scheduler.sessions.all)
-    faults = cache_faults(
-        scheduler.cache, running, itertools.chain(waiting, between_turns, [scheduler.states])
-    )
+    faults = cache_faults(scheduler.cache, running, itertools.chain(waiting, between_turns))
     rows = sorted([*scheduler.free_rows, *scheduler.running])
     if rows != list(range(scheduler.max_num_seqs)):
         faults.append(f"rows free and in use: {rows}")

@@ -132,6 +132,21 @@ def test_pages_behind_a_window_come_back():
     device.scheduler.check(412, 100)  # 32 pages of all tokens, 12 of the window
 
 
+@pytest.mark.parametrize(
+    ("pages", "turns"),
+    [
+        # The second moves out in the step that writes the state it found.
+        (29, [Turn((*range(256),), 3), Turn((*range(256),), 3)]),
+        # The second has no room beside the state that it found.
+        (10, [Turn((*range(70),), 1), Turn((*range(127),), 1, arrival=9)]),
+    ],
+    ids=["moved out", "no room"],
+)
+def test_a_state_that_was_found_is_whole_or_computed_again(pages, turns):
+    given = {"rows": 2, "prefill_chunks": 2, "max_model_len": 320, "windows": WINDOWS["state"]}
+    check_against_alone(turns, run(Device(pages=pages, **given), turns), WINDOWS["state"])
+
+
 def test_pages_that_are_not_brought_back_are_found(monkeypatch):
     def swap_in(cache, blocks):
         for block in blocks:
