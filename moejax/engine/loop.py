@@ -398,9 +398,14 @@ class Engine:
         """Aborts the requests of a failed step and all requests with blocks that it should have
         written, and withdraws those blocks."""
         blocks = set(published)
-        holders = (r for r in self.scheduler.running.values() if not blocks.isdisjoint(r.blocks))
+        holders = (r for r in self._holders() if not blocks.isdisjoint(r.blocks))
         self._abort(requests.union(holders))
         self.scheduler.cache.forget(published)
+
+    def _holders(self) -> list[Request]:
+        """Returns requests that run or were moved out."""
+        queued = (request for _, request in self.scheduler.queue if request.finish_reason is None)
+        return [*self.scheduler.running.values(), *queued]
 
     def _dispatch_step(self, work: ScheduledWork) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
@@ -523,15 +528,18 @@ class Engine:
             f"expert {first.expert} of layer {first.layer} could not be read: {first.message}"
             f"{f' (and {more} more)' if more else ''}; this request failed, the others go on"
         )
-        lost = {r for r in step.work.requests() if r.finish_reason is None}
+        lost = step.work.requests()
         wrong = {*step.work.published}
-        later = () if self._pending is None else self._pending.work.published
+        later = ScheduledWork() if self._pending is None else self._pending.work
         while True:
-            lost |= {r for r in self.scheduler.running.values() if not wrong.isdisjoint(r.blocks)}
+            lost |= {r for r in self._holders() if not wrong.isdisjoint(r.blocks)}
+            lost |= {c.request for c in later.chunks if not wrong.isdisjoint(c.read)}
             theirs = {block for request in lost for block in request.blocks}
-            if not (more_wrong := ({*later} & theirs) - wrong):
+            theirs |= {block for c in later.chunks if c.request in lost for block in c.copy}
+            if not (more_wrong := ({*later.published} & theirs) - wrong):
                 break
             wrong |= more_wrong
+        lost = {r for r in lost if r.finish_reason is None}
         for request in lost:
             request.error = error
         self._give_up(lost, [*wrong])

@@ -15,7 +15,9 @@ from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.snapshot import RoutingCounts
 from moejax.step.executor import Executor
+from pallas_kernels.cpu.arena import TransferFailure
 from scripts.check.kv_faults import kv_faults
+from tests.moejax.models.families import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
@@ -236,3 +238,17 @@ def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
         assert llm.config.num_experts == 16
     with pytest.raises(UserError, match=r"model\.safetensors"):
         LLM("./demo", progress=False)
+
+
+@pytest.mark.slow
+def test_states_of_a_step_without_an_expert_are_withdrawn(tmp_path, monkeypatch):
+    """Also those that the next step copied, which was dispatched before the failure was read."""
+    directory = write_checkpoint(tmp_path, "Lfm2MoeForCausalLM")
+    with LLM(directory, progress=False, **LIMITS | {"max_num_batched_tokens": 64}) as llm:
+        engine, failed = llm.engine, [TransferFailure(0, 0, "an injected error")]
+        monkeypatch.setattr(engine.runner, "failures", lambda writes: failed)
+        request = engine.add([5] * 192, GREEDY)  # its state is copied after 128 tokens
+        engine.step()
+        engine.step()
+        assert "injected" in str(request.error) and len(engine.scheduler.states) > 0
+        assert not engine.scheduler.cache.published
