@@ -105,6 +105,7 @@ def _run(args: argparse.Namespace) -> int:
         f"slot of the arena: one expert or {info.pages_per_slot} pages": info.slot_bytes,
         f"KV page of {info.page_tokens} tokens": info.page_bytes,
         "KV of a token": info.kv_token_bytes,
+        **({"state of a sequence": info.state_bytes} if info.state_bytes else {}),
         f"KV of {longest} tokens, the longest sequence": info.kv_sequence_bytes,
     }
     print_table(("memory", "bytes"), ((what, format_bytes(size)) for what, size in sizes.items()))

@@ -154,9 +154,7 @@ class Scheduler:
         """Returns the next step's work, counted as dispatched; None if nothing can be
         dispatched."""
         self.published, self.in_step = [], set()
-        states, self.states = self.states, []
-        self.cache.unpin(states)
-        self.cache.release(states)
+        self._release_states()
         for request in self.running.values():
             self._release_unseen(request)
         # Decode goes on between two prefill steps.
@@ -359,6 +357,11 @@ class Scheduler:
         self.published += copy
         return tuple(read), tuple(copy)
 
+    def _release_states(self) -> None:
+        states, self.states = self.states, []
+        self.cache.unpin(states)
+        self.cache.release(states)
+
     def _begin_anew(self) -> bool:
         """Lets a running request that found a state compute its prompt instead. What it found takes
         pages beside its own, for which no room may be. Returns False if there is no such
@@ -464,6 +467,7 @@ class Scheduler:
 
     def move_out_all(self) -> None:
         """Empties the arena's KV while no request runs: moves sessions out, drops idle blocks."""
+        self._release_states()
         while self.sessions.evict():
             pass
         self.cache.drop_idle()

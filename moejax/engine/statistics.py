@@ -14,6 +14,7 @@ from host_offload.control.step_record import PageUse
 from host_offload.control.window import PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.layout import SlotLayout
+from host_offload.memory.sequence_blocks import SequenceBlocks
 from host_offload.memory.tables import Tables
 from host_offload.queue.native import Totals
 from host_offload.queue.transfer import QueueSpec
@@ -161,6 +162,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
         **scheduler.counts,
         "pages": page_states(scheduler),
         "page_groups": page_groups(scheduler),
+        "state_pages": sum(len(blocks.state) for blocks in _holders(scheduler)),
         "swapped_out_bytes": cache.swapped_out * cache.page_bytes,
         "swapped_in_bytes": cache.swapped_in * cache.page_bytes,
         "cached_pages_dropped": cache.dropped,
@@ -171,7 +173,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
 
 def page_states(scheduler: Scheduler) -> dict[str, int]:
     """Counts pages by state."""
-    running = {b for r in scheduler.running.values() for b in r.blocks}
+    running = {b for r in scheduler.running.values() for b in r.blocks}.union(scheduler.states)
     holders = (*(r for _, r in scheduler.queue), *scheduler.sessions.all)
     held = {b for holder in holders for b in holder.blocks if b.row is not None}
     return {
@@ -186,8 +188,7 @@ def page_states(scheduler: Scheduler) -> dict[str, int]:
 def page_groups(scheduler: Scheduler) -> list[dict[str, Any]]:
     """Returns for each group of layers its window in tokens (None: it sees all), and the pages that
     sequences and sessions hold."""
-    requests = *scheduler.running.values(), *(r for _, r in scheduler.queue)
-    holders = [each.blocks for each in (*requests, *scheduler.sessions.all)]
+    holders = _holders(scheduler)
     return [
         {
             "window": None if window is None else window.tokens,
@@ -195,6 +196,12 @@ def page_groups(scheduler: Scheduler) -> list[dict[str, Any]]:
         }
         for group, window in enumerate(scheduler.page.windows)
     ]
+
+
+def _holders(scheduler: Scheduler) -> list[SequenceBlocks]:
+    """Returns the blocks of every sequence and session."""
+    requests = *scheduler.running.values(), *(r for _, r in scheduler.queue)
+    return [each.blocks for each in (*requests, *scheduler.sessions.all)]
 
 
 def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:

@@ -109,6 +109,7 @@ class StartPlan:
             cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
             cells = ", ".join(map(str, self.cells))
+        states = f", {page.state_pages} of a sequence's state" if page.state_pages else ""
         memory = "not known"
         if budget.memory is not None:
             free = budget.memory
@@ -130,7 +131,8 @@ class StartPlan:
             f"{', memory of the native ops' if steps.owned else ''}",
             "experts": f"{slots}, precision {self.settings.precision.name} ({', '.join(versions)})",
             "cells": cells,
-            "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens; "
+            "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens"
+            f"{states}; "
             f"{held.kv_overflow} beyond, to {format_bytes(held.swap_space)} of host memory",
             "policies": ", ".join(type(policy).__name__ for policy in self.settings.policies),
         }

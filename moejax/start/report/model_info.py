@@ -69,7 +69,9 @@ class ModelInfo:
     kv_token_bytes: int
     """KV of one token in all layers."""
     kv_sequence_bytes: int
-    """Bytes of the whole KV pages of a sequence of max_model_len tokens."""
+    """Bytes of the whole pages of a sequence of max_model_len tokens, its state included."""
+    state_bytes: int
+    """Bytes of the pages of a sequence's state; 0 in models without state."""
     max_model_len: int
 
     @property
@@ -196,6 +198,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         pages_per_slot=slots.pages_per_slot,
         kv_token_bytes=page.nbytes * (page.windows.count(None) or page.groups) // page.block_size,
         kv_sequence_bytes=page.pages(config.max_position_embeddings) * page.nbytes,
+        state_bytes=page.state_pages * page.nbytes,
         max_model_len=config.max_position_embeddings,
     )
 

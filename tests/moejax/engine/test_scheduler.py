@@ -147,6 +147,21 @@ def test_a_state_that_was_found_is_whole_or_computed_again(pages, turns):
     check_against_alone(turns, run(Device(pages=pages, **given), turns), WINDOWS["state"])
 
 
+def test_an_idle_arena_can_be_emptied_of_states():
+    device = Device(pages=64, windows=WINDOWS["state"], **SMALL)
+    request = device.add([5] * 300, Turn((), 2))
+    while not device.scheduler.states:
+        device.step()
+    stats = kv_stats(device.scheduler)
+    assert stats["state_pages"] == WINDOWS["state"].state_pages
+    spare = len(device.spare)
+    pages = stats["pages"]["running"] + stats["pages"]["cached"] + stats["pages"]["free"]
+    assert pages + spare == device.scheduler.arena.pages
+    device.abort(request)
+    device.scheduler.move_out_all()
+    assert device.scheduler.arena.free_pages + spare == device.scheduler.arena.pages
+
+
 def test_pages_that_are_not_brought_back_are_found(monkeypatch):
     def swap_in(cache, blocks):
         for block in blocks:

@@ -46,6 +46,9 @@ def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
     loaded = load_checkpoint(families.write_checkpoint(tmp_path, architecture))
     info, leaves = model_info(loaded.config), jax.tree.leaves(loaded.params)
     assert info.device_bytes == sum(leaf.nbytes for leaf in leaves)
+    assert (info.state_bytes > 0) == (
+        "state_in" in {key for r in loaded.params["runs"] for key in r}
+    )
     assert info.versions["dense"]["store_bytes"] == loaded.store.nbytes
     experts = loaded.store.nbytes // loaded.layout.itemsize
     # Records of experts with biases end in whole rows.
