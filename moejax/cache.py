@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,6 +15,10 @@ from jax._src import compilation_cache  # jax has no public way to check entries
 from jax._src.compilation_cache_interface import CacheInterface
 
 from moejax.errors import UserError
+
+IMPORTED_AT = time.time()
+"""When this process began to import what computes; code that was written later may not be what it
+runs."""
 
 
 def cache_root() -> Path:
@@ -97,14 +102,14 @@ def require_own(directory: Path, *, mend: bool = False) -> None:
     status = directory.stat()
     if status.st_uid != os.geteuid():
         raise UserError(
-            f"{directory} holds compiled code and belongs to another user; name another directory "
+            f"{directory} is a cache of moejax and belongs to another user; name another directory "
             "in XDG_CACHE_HOME"
         )
     if mend:
         directory.chmod(status.st_mode & ~0o022 & 0o7777)
     elif status.st_mode & 0o022:
         raise UserError(
-            f"{directory} holds compiled code and others may write into it; chmod go-w {directory}"
+            f"{directory} is a cache of moejax and others may write into it; chmod go-w {directory}"
         )
 
 

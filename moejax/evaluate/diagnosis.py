@@ -440,8 +440,14 @@ def _link(fields: list[str]) -> dict[str, Any]:
 def _backend(timeout: float = 180.0) -> dict[str, Any]:
     """Runs `probe` in a process of its own."""
     # Only what a transfer needs: another process may use the GPU.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "moejax.evaluate.diagnosis"]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    # Without -P it would import modules from the working directory.
+    command = [sys.executable, "-P", "-m", "moejax.evaluate.diagnosis"]
     try:
         run = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout

@@ -13,14 +13,19 @@ import importlib.metadata
 import os
 import pickle
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
-from moejax.cache import own_directory, read_checked, uses_own_cache, write_checked
+from moejax.cache import (
+    IMPORTED_AT,
+    own_directory,
+    read_checked,
+    uses_own_cache,
+    write_checked,
+)
 
 MOST_KEPT = 1000
 """Most programs on disk, of about 100 KB each; the oldest are deleted."""
@@ -41,7 +46,7 @@ class KeptPrograms:
         self._directory, self._device = directory, device
         leaves, tree = jax.tree.flatten(arrays)
         made_from = [
-            _environment(),
+            _versions(),
             str(tree),
             *map(_describe, leaves),
             device.client.platform_version,
@@ -51,8 +56,9 @@ class KeptPrograms:
     @classmethod
     def of(cls, spec: Any, arrays: Any, device: jax.Device) -> KeptPrograms | None:
         """Returns the programs in moejax's cache; None on another device than a CPU, and where jax
-        does not use moejax's cache, or the programs depend on what has no name."""
-        if device.platform != "cpu" or not uses_own_cache():
+        does not use moejax's cache, the code on disk may not be what runs, or the programs depend
+        on what has no name."""
+        if device.platform != "cpu" or not uses_own_cache() or _edited():
             return None
         if (directory := own_directory("programs")) is None:
             return None
@@ -77,6 +83,8 @@ class KeptPrograms:
 
     def keep(self, key: Any, compiled: jax.stages.Compiled) -> None:
         """Writes a program. A failure is not told: it costs only the next start's time."""
+        if _edited():  # code that is imported late is then not that of the digest
+            return
         with contextlib.suppress(
             ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError
         ):
@@ -84,7 +92,9 @@ class KeptPrograms:
             write_checked(self._path(key), content, MOST_KEPT)
 
     def _path(self, key: Any) -> Path:
-        name = hashlib.sha256(self._made_from + pickle.dumps(key)).hexdigest()
+        # A program is traced when it is first needed, and settings may have changed since.
+        made_from = self._made_from + pickle.dumps((_settings(), key))
+        name = hashlib.sha256(made_from).hexdigest()
         return self._directory / name
 
 
@@ -97,45 +107,57 @@ def _describe(array: Any) -> str:
 
 
 @functools.cache
-def _environment() -> tuple[str, ...]:
-    """All but the engine that decides a program: the code that makes it, versions, settings of jax
-    and XLA, and the processor."""
-    settings = jax.config.values.items()
+def _versions() -> tuple[str, ...]:
+    """The code that makes a program, versions, and the processor, which stay those of a process."""
+    digest = hashlib.sha256()
+    for path in sorted(_files()):
+        digest.update(path.encode() + Path(path).read_bytes())
     return (
-        _sources(),
+        digest.hexdigest(),
         sys.version,
         *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")),
-        *(f"{k}={v}" for k, v in settings if not any(part in k for part in _PLACES)),
-        *(f"{k}={v}" for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_PLATFORM"))),
         str(len(os.sched_getaffinity(0))),
         _processor(),
     )
 
 
-def _sources() -> str:
-    """A digest of the code of moejax and of the packages beside it."""
+def _settings() -> list[str]:
+    """Settings of jax and XLA, which a process may change between two programs."""
+    values = jax.config.values.items()
+    variables = ("XLA_", "JAX_PLATFORM")
+    return [
+        *(f"{k}={v}" for k, v in values if not any(part in k for part in _PLACES)),
+        *(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(variables)),
+    ]
+
+
+def _edited() -> bool:
+    """Whether code was written since this process imported moejax, which may then run other code
+    than that on disk."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(os.stat(path).st_ctime > IMPORTED_AT for path in _files())
+    return True
+
+
+def _files() -> list[str]:
+    """The files of code of moejax and of the packages beside it."""
     root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for package in ("moejax", "host_offload", "pallas_kernels"):
-        for path in sorted(_files(root / package)):
-            digest.update(path.encode() + Path(path).read_bytes())
-    return digest.hexdigest()
-
-
-def _files(directory: Path) -> Sequence[str]:
-    """The files of code below a directory."""
-    kinds = (".py", ".cc", ".h", ".so")
     return [
         os.path.join(place, name)
-        for place, _, names in os.walk(directory)
+        for package in ("moejax", "host_offload", "pallas_kernels")
+        for place, _, names in os.walk(root / package)
         for name in names
-        if name.endswith(kinds)
+        if name.endswith((".py", ".cc", ".h", ".so"))
     ]
+
+
+_OF_CODE = ("model name", "flags", "CPU ", "Features")
+"""Beginnings of lines of /proc/cpuinfo, on x86 and Arm, of what compiled code depends on."""
 
 
 def _processor() -> str:
     """The processor's name and instructions, which compiled code depends on."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         lines = file.read(1 << 14).partition("\n\n")[0].splitlines()
-        return "\n".join(line for line in lines if line.startswith(("model name", "flags")))
+        return "\n".join(line for line in lines if line.startswith(_OF_CODE))
     return "unknown"

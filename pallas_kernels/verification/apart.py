@@ -157,7 +157,7 @@ def _process(
     read, write = os.pipe()
     with open(read, "rb") as pipe, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pallas_kernels.verification", str(write)],
+            [sys.executable, "-P", "-m", "pallas_kernels.verification", str(write)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -166,7 +166,7 @@ def _process(
             # Checks take only what they need of a device that another process uses.
             env=os.environ
             | {
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 import threading
 
 import jax
@@ -267,6 +268,14 @@ def test_processes_that_do_not_start_are_no_fault_of_a_kernel(tmp_path):
     job = Job(make_checks, (1, {}, "fill", "an argument too many"))
     with pytest.raises(CannotCheck, match="no check can start: exit status 1, TypeError"):
         [*outcomes_apart(job, toy_keys(0), CPU)]
+
+
+def test_checks_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('another numpy')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path)])  # as that of a command
+    (found,) = outcomes_apart(toy_job(1), toy_keys(0), CPU)
+    assert found.error == 0
 
 
 def test_a_damaged_table_says_which_file(tmp_path):

@@ -268,24 +268,26 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
     of this grid. Otherwise raises UserError unless it has the same definition, saying what
     differs."""
     path, now = directory / DEFINITION, json.loads(json.dumps(asked))
+    written = path.with_suffix(".new")  # a killed run may have left it
+
+    def write() -> None:
+        written.write_text(json.dumps(now, indent=1) + "\n")
+        os.replace(written, path)
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            written = path.with_suffix(".new")  # a killed run may have left it
             if others := sorted(p.name for p in directory.iterdir() if p != written):
                 raise UserError(
                     f"{directory} is no directory of results, it has {shown(others[0])}; choose "
                     "another --output"
                 )
-            written.write_text(json.dumps(now, indent=1) + "\n")
-            os.replace(written, path)
-            return
+            return write()
         before = dict(json.loads(path.read_text()))
         if before != now:
             with open_records(directory / RECORDS) as records:
                 if not records.lines or _grown(before, now):
-                    path.write_text(json.dumps(now, indent=1) + "\n")
-                    return
+                    return write()
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, UserError):
             raise

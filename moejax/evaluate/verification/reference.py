@@ -373,7 +373,7 @@ class Reference:
         return (weights * self.config.routed_scaling_factor).astype(np.float32)
 
     def _wrong(self, logits: np.ndarray, params, ids: np.ndarray) -> int:
-        """How many tokens have other experts than their best, by more than a hair."""
+        """How many tokens have other experts than their best, by more than a hair, or one twice."""
         (choice, apart), rows = self._choice(logits, params), np.arange(len(ids))[:, None]
         chosen = choice[rows, ids].min(1)
         others = choice.copy()
@@ -382,7 +382,9 @@ class Reference:
         steep = self._scores(logits)[rows, others.argmax(1)[:, None]][:, 0]
         steep = steep if self.config.scoring_func == "softmax" else 0.25
         hair = 2 * HAIR * np.sqrt((logits**2).mean(1)) * steep
-        return int(((chosen < others.max(1) - hair) & (apart > 2 * hair)).sum())
+        worse = (chosen < others.max(1) - hair) & (apart > 2 * hair)
+        twice = (np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1)
+        return int((worse | twice).sum())
 
 
 def _linear(x, params, key):

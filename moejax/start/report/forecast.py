@@ -129,8 +129,11 @@ def forecast(
     trace of another shape or without decode steps.
     """
     info = model_info(config, dtype)
-    context = context or min(CONTEXT, info.max_model_len)
-    prompt = prompt or min(PROMPT, context)
+    context = min(CONTEXT, info.max_model_len) if context is None else context
+    prompt = min(PROMPT, context) if prompt is None else prompt
+    for name, tokens in (("context", context), ("prompt", prompt)):
+        if tokens < 1:
+            raise UserError(f"{name} must be at least 1 token, got {tokens}")
     if prompt > context:
         raise UserError(f"a prompt of {prompt} tokens is longer than the context, {context}")
     version = version or next(iter(info.own_versions))

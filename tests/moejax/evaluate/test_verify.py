@@ -171,6 +171,15 @@ def test_a_hidden_state_that_is_not_finite_is_wrong():
     assert model._of_layers([(0, model._distances(wrong, right))], "float32").good is False
 
 
+def test_a_choice_with_an_expert_twice_is_wrong(biased):
+    opened = open_tensors(biased, "safetensors")
+    with contextlib.ExitStack() as stack:
+        found = reference.Reference(opened.config, reference.Tensors(opened, stack))
+    logits = np.array([[3.0, 2, 1, 0]] * 3)
+    assert found._wrong(logits, {}, np.array([[0, 1], [1, 0], [0, 0]])) == 1
+    assert found._wrong(logits, {}, np.array([[0, 1], [0, 2], [1, 1]])) == 2
+
+
 def test_a_text_of_no_probability_is_wrong():
     logits = np.array([[1e4, 0.0]])
     other = types.SimpleNamespace(logits_of=lambda ids: logits)

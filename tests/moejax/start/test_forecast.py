@@ -84,6 +84,8 @@ def test_the_table_says_what_it_knows(capsys):
             ["--gpu", "h100", "--context", "64", "--prompt-tokens", "65"],
             "longer than the context, 64",
         ),
+        (["--gpu", "h100", "--context", "0"], "context must be at least 1 token, got 0"),
+        (["--gpu", "h100", "--prompt-tokens", "-5"], "prompt must be at least 1 token, got -5"),
         (["--gpu", "h100", "--precision", "int3"], "int3"),
         (["--gpu", "h100", "--eviction", "lru"], "--eviction does not go with --gpu"),
         (["--gpu", "h100", "--dry-run"], "--dry-run does not go with --gpu"),

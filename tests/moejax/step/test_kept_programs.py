@@ -1,12 +1,18 @@
 """Programs on disk: found without tracing, the same results, never those of other code."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from moejax.cache import bypass_compilation_cache
+from moejax.step import kept_programs
+from moejax.step.kept_programs import KeptPrograms
 from tests.conftest import REPOSITORY
 
 PROGRAM = """
@@ -50,3 +56,30 @@ def test_a_second_start_traces_nothing_and_has_the_same_tokens(tmp_path):
     damaged, traced, _ = start(tmp_path)
     assert damaged == tokens and len(traced) == 1
     assert start(tmp_path) == again
+
+
+def test_a_program_is_found_only_by_the_settings_and_the_code_that_it_was_made_of(
+    tmp_path, monkeypatch
+):
+    array = jnp.arange(3.0)
+    kept = KeptPrograms(tmp_path, "spec", array, jax.devices()[0])
+    with bypass_compilation_cache():
+        compiled = jax.jit(lambda x: x + 1).lower(array).compile()
+    monkeypatch.setattr(kept_programs, "IMPORTED_AT", 0.0)  # all code is edited since
+    kept.keep("key", compiled)
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(kept_programs, "IMPORTED_AT", math.inf)
+    kept.keep("key", compiled)
+    found = kept.load("key")
+    assert found is not None and found(array).tolist() == [1, 2, 3]
+    precision = jax.config.values["jax_default_matmul_precision"]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert kept.load("key") is None
+    finally:
+        jax.config.update("jax_default_matmul_precision", precision)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert kept.load("key") is None
+    monkeypatch.delenv("XLA_FLAGS")
+    for other in (("spec", array.astype(jnp.bfloat16)), ("other", array)):
+        assert KeptPrograms(tmp_path, *other, jax.devices()[0]).load("key") is None
