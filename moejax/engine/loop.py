@@ -372,8 +372,11 @@ class Engine:
             raise
 
     def _make_room(self) -> ScheduledWork:
-        """Takes slots from experts, if policies move the split, until work can be dispatched.
-        Returns that work. Raises OutOfKV if there is none."""
+        """Gives up states that requests found, then takes slots from experts, if policies move the
+        split, until work can be dispatched. Returns that work. Raises OutOfKV if there is none."""
+        while self.scheduler.begin_anew():
+            if (work := self._next_work()) is not None:
+                return work
         control = self.control
         if control is not None and "kv_pages" in control.controller.writes:
             while self.resizer.take_slot():

@@ -162,8 +162,6 @@ class Scheduler:
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
             rows = self._decode_rows()  # also of requests that just got a row back
-        while not rows and not chunks and self._begin_anew():
-            chunks = self._next_chunks()
         self._prefilled = bool(chunks)
         if not rows and not chunks:
             return None
@@ -362,9 +360,9 @@ class Scheduler:
         self.cache.unpin(states)
         self.cache.release(states)
 
-    def _begin_anew(self) -> bool:
-        """Lets a running request that found a state compute its prompt instead. What it found takes
-        pages beside its own, for which no room may be. Returns False if there is no such
+    def begin_anew(self) -> bool:
+        """Lets a running request that found a state compute its prompt instead, where nothing can
+        be dispatched: what it found takes pages beside its own. Returns False if there is no such
         request."""
         found = [r for r in self.running.values() if r.blocks.resumed]
         if not found:

@@ -41,7 +41,7 @@ def short_conv(
     options: ConvOptions,
 ) -> tuple[Float[Array, "T W"], UInt16[Array, "rows D"]]:
     """The sum over `taps` tokens up to each one of the sequence, times the weights of each column,
-    the newest token's first, in float32. Bits depend on the sequence's tokens alone.
+    added from the newest token on, in float32. Bits depend on the sequence's tokens alone.
 
     - `layer`: counted over layers with state.
 

@@ -139,6 +139,9 @@ class Device:
 
     def unblocked(self) -> ScheduledWork | None:
         """Asked when requests wait and nothing can be dispatched."""
+        while self.scheduler.begin_anew():
+            if (work := self.scheduler.next_work()) is not None:
+                return work
         return None
 
     def _finish(self, work: ScheduledWork, sampled: dict[int, int]) -> None:
