@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,13 @@ from host_offload.versions.quantizers import (
 from moejax.checkpoints.conversion import read_copied_files
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.loaded_model import count_progress
-from moejax.checkpoints.orbax.destination import free_destination, require_space, write_beside
-from moejax.checkpoints.orbax.manifest import JOURNAL
+from moejax.checkpoints.orbax.destination import (
+    LOCK,
+    free_destination,
+    require_space,
+    write_beside,
+)
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.quantized_tensors import QuantizedShard
 from moejax.checkpoints.shards import DTYPES, INDEX, SINGLE, TensorFile, TensorReader
 from moejax.checkpoints.tensor_checkpoint import TensorCheckpoint, open_tensors
@@ -184,7 +190,7 @@ def write_compressed(
     total = sum(t.nbytes for pieces in written for piece in pieces for t in piece.tensors)
     advance = count_progress(progress, total)
     with write_beside(dst) as work:
-        (work / JOURNAL).touch()
+        _begin(work)
         require_space(work, total)
         for to, file, pieces in zip(names, opened.files, written, strict=True):
             _write(work / to, file, pieces, advance)
@@ -193,6 +199,23 @@ def write_compressed(
             (work / name).write_bytes(content)
         (work / JOURNAL).unlink()
     return dst
+
+
+def _begin(work: pathlib.Path) -> None:
+    """Deletes what an interrupted call left. Raises UserError for an unfinished conversion to
+    moejax's own format, which can go on; only such a one has words in its journal."""
+    journal = work / JOURNAL
+    journal.touch()
+    if journal.stat().st_size or (work / MANIFEST).exists():
+        raise UserError(
+            f"{work}: an unfinished conversion to moejax's own format; choose another destination, "
+            "or delete it"
+        )
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in (JOURNAL, LOCK):
+            path.unlink()
 
 
 def _group_of(source: TensorCheckpoint) -> int:

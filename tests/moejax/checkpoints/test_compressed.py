@@ -10,6 +10,7 @@ import pytest
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax.checkpoints.compressed import write_compressed
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.orbax.manifest import JOURNAL
 from moejax.commands.main import main
 from moejax.errors import UserError
 from tests.moejax.checkpoints.conversions import write_source
@@ -45,6 +46,21 @@ def test_what_cannot_be_written_is_refused(demo_dir, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["directory"] == str(tmp_path / "x")
     assert main([*command, "--versions", "int4"]) == 2
     assert "already there" in capsys.readouterr().err
+
+
+def test_nothing_of_an_unfinished_call_remains(demo_dir, tmp_path):
+    """Work that can go on is kept: that of a conversion to moejax's own format."""
+    work = tmp_path / "model.partial"
+    work.mkdir()
+    (work / "model.safetensors.index.json").write_text("{")
+    (work / JOURNAL).write_text("{}")
+    with pytest.raises(UserError, match="an unfinished conversion to moejax's own format"):
+        write_compressed(demo_dir, tmp_path / "model", "int4")
+    assert {path.name for path in work.iterdir()} >= {"model.safetensors.index.json", JOURNAL}
+    (work / JOURNAL).write_text("")
+    path = write_compressed(demo_dir, tmp_path / "model", "int4")
+    assert {each.name for each in path.iterdir()} >= {"model.safetensors", "config.json"}
+    assert not (path / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.torch
