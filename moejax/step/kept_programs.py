@@ -26,6 +26,7 @@ from moejax.cache import (
     uses_own_cache,
     write_checked,
 )
+from moejax.device import THREADS
 
 MOST_KEPT = 1000
 """Most programs on disk, of about 100 KB each; the oldest are deleted."""
@@ -124,7 +125,7 @@ def _versions() -> tuple[str, ...]:
 def _settings() -> list[str]:
     """Settings of jax and XLA, which a process may change between two programs."""
     values = jax.config.values.items()
-    variables = ("XLA_", "JAX_PLATFORM")
+    variables = ("XLA_", "JAX_PLATFORM", THREADS)
     return [
         *(f"{k}={v}" for k, v in values if not any(part in k for part in _PLACES)),
         *(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(variables)),

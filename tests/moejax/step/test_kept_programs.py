@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.cache import bypass_compilation_cache
+from moejax.device import THREADS
 from moejax.step import kept_programs
 from moejax.step.kept_programs import KeptPrograms
 from tests.conftest import REPOSITORY
@@ -78,8 +79,9 @@ def test_a_program_is_found_only_by_the_settings_and_the_code_that_it_was_made_o
         assert kept.load("key") is None
     finally:
         jax.config.update("jax_default_matmul_precision", precision)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert kept.load("key") is None
-    monkeypatch.delenv("XLA_FLAGS")
+    for variable in ("XLA_FLAGS", THREADS):
+        with monkeypatch.context() as other:
+            other.setenv(variable, "1")
+            assert kept.load("key") is None
     for other in (("spec", array.astype(jnp.bfloat16)), ("other", array)):
         assert KeptPrograms(tmp_path, *other, jax.devices()[0]).load("key") is None
