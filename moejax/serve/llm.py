@@ -396,8 +396,8 @@ class LLM:
         - `bytes`: moved over the link, by cause.
         - `arena`: bytes, slots by use, cells of each layer, KV pages and their peak.
         - `arena_owner`: `native ops` or `XLA`.
-        - `kv`: prompt tokens found in earlier KV, preemptions, pages by state, swapped bytes,
-          sessions.
+        - `kv`: prompt tokens found in earlier KV, preemptions, pages by use, by group of layers and
+          of layers' states, swapped bytes, sessions.
         - `store`, `store_bytes`: where the experts are, and their bytes in memory and in files.
         - `transfers`: the queue beside compute; null without one.
         - `placement`: what a second processor computed; null without one.
