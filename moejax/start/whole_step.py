@@ -155,7 +155,8 @@ def _check(kernels: KernelChoice, device: jax.Device) -> None:
         wanted = start_checks(steps, kernels.arena_bytes)
         missing = unverified(wanted, current(device, SHIPPED, folder))
         job = Job(kernel_job, (steps, kernels.arena_bytes))
-        left = _run(run_checks(job, missing, device, folder))
+        # Until the whole step was checked, the next start leaves memory for checks too.
+        left = _run(run_checks(job, missing, device, folder, later=1))
         known = current(device, SHIPPED, folder)
         steps = choose_kernels(kernels.specify, kernels.asked, known, kernels.arena_bytes).tried
         if steps.ops.has_kernels:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import hashlib
 import json
@@ -164,10 +165,9 @@ def run_checks(
         for outcome in found:
             if outcome.failed or outcome.error is not None:
                 left -= 1
-                # Read again: another process may have written meanwhile.
                 entry = Entry(outcome.error, digest(), device.client.platform_version, outcome.why)
                 if writable:
-                    writable = _keep(path, device, {**load_table(path), outcome.key: entry}, left)
+                    writable = _keep(path, device, outcome.key, entry, left)
             yield outcome
 
 
@@ -199,10 +199,17 @@ def require_verified(
     return len(missing)
 
 
-def _keep(path: Path, device: jax.Device, entries: Mapping[str, Entry], left: int) -> bool:
-    """Writes the table. Returns whether that was possible."""
+def _keep(path: Path, device: jax.Device, key: str, entry: Entry, left: int) -> bool:
+    """Adds an entry to the table, to which other processes may add at the same time. Returns
+    whether that was possible."""
     try:
-        write_table(path, device, entries, left)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            write_table(path, device, {**load_table(path), key: entry}, left)
+        finally:
+            os.close(folder)
     except OSError as error:
         log.warning("%s cannot be written (%s): no check is remembered", path, error)
         return False

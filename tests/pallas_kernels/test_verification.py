@@ -264,6 +264,21 @@ def test_failures_are_remembered_and_come_last(tmp_path):
         require_verified(job, wanted[:1], CPU, tmp_path)
 
 
+def test_two_starts_keep_the_checks_of_both(tmp_path):
+    path, entry = tmp_path / "table.json", table.Entry(0.0, "source", "runtime")
+
+    def keep(start):
+        for number in range(40):
+            table._keep(path, CPU, f"{start} {number}", entry, 0)
+
+    threads = [threading.Thread(target=keep, args=(start,)) for start in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(load_table(path)) == 80
+
+
 def test_processes_that_do_not_start_are_no_fault_of_a_kernel(tmp_path):
     job = Job(make_checks, (1, {}, "fill", "an argument too many"))
     with pytest.raises(CannotCheck, match="no check can start: exit status 1, TypeError"):

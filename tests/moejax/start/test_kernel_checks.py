@@ -165,6 +165,19 @@ def test_kernels_whose_step_crashes_do_not_run(faulty, monkeypatch):
 
 
 @pytest.mark.slow
+def test_memory_is_left_until_the_whole_step_was_checked(faulty, monkeypatch):
+    faulty("")
+
+    def ended(*_):
+        raise ValueError("the process ends before the step is checked")
+
+    monkeypatch.setattr(whole_step, "step_checks", ended)
+    text_and_ops()
+    assert len(current(CPU, checked_folder())) > 1
+    assert table.left_over(CPU.device_kind, checked_folder()) == 1
+
+
+@pytest.mark.slow
 def test_a_whole_step_is_checked():
     of = steps("demo", 8, linear="xla")
     (check,) = step_checks(of.config, of.dtype, of.ops)
