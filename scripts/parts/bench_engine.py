@@ -227,10 +227,9 @@ def compiled_engine(
     engine, _ = start_engine(loaded, limits.replace_options(**given), device)
     runner = engine.runner
     try:
-        if everything:
-            runner.wait_compiled(everything=True)
-        else:
+        if not everything:
             runner.compiler.drop()
+        runner.wait_compiled(everything=True)  # also those that compile now, which disturb times
         yield engine
     finally:
         runner.delete(given=False)
