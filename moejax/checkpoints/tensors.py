@@ -259,7 +259,7 @@ def name_expert(config: ModelConfig, stacked: str, expert: int, matrix: str) -> 
     """
     family = FAMILIES[config.architecture]
     (layer,) = re.findall(r"^model\.layers\.\d+\.", stacked)
-    name = dict(zip(("gate", "up", "down"), _names(family), strict=True))[matrix]
+    name = _names(family)[("gate", "up", "down").index(matrix)]
     return f"{layer}{family.experts}{expert}.{name}"
 
 

@@ -15,8 +15,10 @@ def gated_delta(heads, weights, arena, sequences, layer, options):
     taps = conv.T[::-1]  # the newest token's weights first
 
     def token(state, row):
-        matrices, last = state
-        new, beta, decay = (lax.dynamic_index_in_dim(each, row, keepdims=False) for each in heads)
+        row_of = [lax.dynamic_index_in_dim(each, row, keepdims=False) for each in heads]
+        # Of a single row they are the same in every turn: computed outside of the loop, by other
+        # code, they would have other bits.
+        (matrices, last), (new, beta, decay) = lax.optimization_barrier((state, row_of))
         seen = jnp.concatenate([new[None], last])  # the newest first
         mixed = jax.nn.silu(convolved(seen, taps).astype(dtype).astype(jnp.float32)).astype(dtype)
         q, k, v = _heads(mixed.astype(jnp.float32), shape)

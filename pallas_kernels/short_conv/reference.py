@@ -10,8 +10,9 @@ def short_conv(x, weights, arena, sequences, layer, options):
     taps = of_layer.astype(jnp.float32).T[::-1]  # the newest token's weights first
 
     def token(state, row):
-        (last,) = state
         new = lax.dynamic_index_in_dim(x, row, keepdims=False)
+        # Of a single row it is the same in every turn, and would be computed outside of the loop.
+        (last,), new = lax.optimization_barrier((state, new))
         seen = jnp.concatenate([new[None], last])  # the newest first
         return (seen[:-1],), mixed(seen, taps).astype(x.dtype)
 

@@ -168,6 +168,7 @@ APART = {
     "model": "drawn from MODELS",
     "tokenizer": "drawn from MODELS",
     "trace": "writes a directory, which must be new",
+    "kv_dir": "keeps KV of sessions and prompts in a directory, for other processes",
     "step": "of Orbax checkpoints",
     "name_map": "of Orbax checkpoints of other programs",
     "policies": "no flag",

@@ -245,7 +245,7 @@ def test_what_can_never_be_is_the_policys_mistake():
 def test_a_page_that_is_not_copied_is_found():
     device, turns = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4), crowd(5)
     device.scheduler.cache.move = lambda sources, targets: None
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # other bytes, or a page that has none yet
         check_against_alone(turns, run(device, turns))
 
 

@@ -147,7 +147,7 @@ def bits_of_a_copy(implementation):
         given = {name: inputs[name][first : first + size] for name in ("qkv", "beta", "decay")}
         where = Sequences(own, zero + first, zero, zero + size, np.int32(1), **more)
         out, arena = run(spec, implementation, inputs | given, arena, where)
-        return np.asarray(out), np.asarray(arena)
+        return np.asarray(out), np.array(arena)
 
     first, arena = step(arena, 0, 8, pages, read=pages, copy=copied)
     same_bits(first, want[:8])
