@@ -76,8 +76,8 @@ class Layer:
         active = np.unique(ids).astype(np.int32)
         listed = np.full(self._places.address.shape[1], -1, np.int32)
         listed[: len(active)] = active
-        given = map(jnp.asarray, (listed, np.int32(len(active)), ids))
-        batch = ExpertBatch(*given, x, None)
+        listed, count, taken = map(jnp.asarray, (listed, np.int32(len(active)), ids))
+        batch = ExpertBatch(listed, count, taken, x, None)
         y = jnp.zeros((ids.size, x.shape[1]), jnp.float32).block_until_ready()
         start = time.perf_counter()
         self._op(y, self._arena, batch, self._places).block_until_ready()
