@@ -232,13 +232,15 @@ def test_regrant_updates_the_tables_in_place():
 
 @pytest.mark.parametrize("key", [DECODE, PREFILL], ids=str)
 def test_layers_with_other_windows_are_one_loop(key):
-    """The program of a model whose windows alternate is that of one window in all layers."""
-    texts = set()
+    """A model whose windows alternate has the loops of one with a window in all layers."""
+    loops = set()
     for window_layers in ((True,) * 4, (True, False) * 2):
         config = dataclasses.replace(shape("demo"), sliding_window=20, window_layers=window_layers)
         program = abstract_programs(config, 32 * MiB, **LIMITS).program(key)
-        texts.add(str(jax.make_jaxpr(program.function)(*program.args)))
-    assert len(texts) == 1
+        text = str(jax.make_jaxpr(program.function)(*program.args))
+        loops.add(text.count("= while[") + text.count("= scan["))
+    (count,) = loops
+    assert count > 0
 
 
 # ---- what is found
