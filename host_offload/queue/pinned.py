@@ -87,7 +87,10 @@ class PinnedRecords(InPieces):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def of(self, layer: int, expert: int) -> list[Any]:
-        """Returns an expert's pieces in the order of its rows."""
+        """Returns an expert's pieces in the order of its rows. Raises RuntimeError once they are
+        freed."""
+        if not self.pieces:
+            raise RuntimeError("the records have been deleted")
         found = [piece for piece in self.pieces[layer][expert] if piece is not None]
         assert len(found) == len(self.edges) - 1
         return found
