@@ -234,7 +234,7 @@ def test_what_was_checked_is_not_checked_again(tmp_path):
     assert unverified(wanted, current(CPU, tmp_path)) == toy_keys(0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # starts of tests/moejax/start/test_kernel_checks.py meet the same faults
 def test_a_fault_is_that_of_one_check():
     """Whatever a kernel does, every other one is checked."""
     faults = {"wrong": 1, "raises": 3, "poisons": 4, "aborts": 6, "crashes": 8, "hangs": 9}
