@@ -15,7 +15,6 @@ import pytest
 from moejax import LLM
 from moejax.commands.main import main
 from moejax.errors import UserError
-from moejax.evaluate.harness.tasks import task_manager
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]  # the harness's own model needs torch
 TRI = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -319,6 +318,8 @@ def test_tasks_that_are_not_there_are_refused_before_anything_loads(
 
 
 def test_a_task_without_its_data_is_refused_by_name(tmp_path):
+    from moejax.evaluate.harness.tasks import task_manager
+
     text = "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: /no/file.json}\n"
     text += "output_type: loglikelihood\ndoc_to_text: x\ndoc_to_target: x\n"
     (tmp_path / "mine.yaml").write_text(text)
