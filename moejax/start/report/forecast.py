@@ -178,15 +178,18 @@ def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -
     every = info.moe_layers * info.experts
     cells = np.array(cells_per_layer(resident, *shape))
     below = _below(machine, record, every, resident)
-    tiers = np.array(cells_per_layer(min(resident + below, every), *shape))
-    missed, from_disk = (_warm_misses(trace, held) for held in (cells, tiers))
+    held = min(resident + below, every)
+    missed = _warm_misses(trace, cells)
+    from_disk = 0.0
+    if held < every:
+        from_disk = _warm_misses(trace, np.array(cells_per_layer(held, *shape)))
     steps = [step for step in trace.step_traces() if step.kind != "prefill"]
     used_by = [np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps]
     active = float(np.mean(used_by))
     references = read_references(trace, "decode")
     used = info.moe_layers * _used_by_prompt(info, batch * prompt)
     absent = max(used - resident, 0.0)
-    beyond = 1 - min((resident + below) / every, 1.0)
+    beyond = 1 - held / every
 
     dense, kv = _dense_bytes(info), batch * context * info.kv_token_bytes
     token = 2.0 * info.active_parameters

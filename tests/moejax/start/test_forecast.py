@@ -44,6 +44,7 @@ def test_less_memory_and_slower_tiers_cost_time(qwen3):
     found, tight = step_s(24), step_s()
     assert found["least"] < found["device"] < min(found["stream"], tight["device"])
     assert tight["device"] < step_s(host_memory=16 << 30)["device"]
+    assert step_s(24, disk=1e6) == found  # host memory holds what the device does not
     ddr4 = forecast(qwen3, Machine(HARDWARE["CPU DDR4"], 24 << 30), batches=[1], prompt=64)
     faster = Machine(HARDWARE["CPU DDR4"], 24 << 30, disk=7e9)
     assert ddr4[0].step_s > forecast(qwen3, faster, batches=[1], prompt=64)[0].step_s
