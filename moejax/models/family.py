@@ -435,13 +435,18 @@ def wrapper_of(
     model_type: str,
     *,
     text_types: tuple[str, ...],
-    others: tuple[str, ...],
+    other_models: tuple[str, ...],
     aliases: tuple[str, ...] = (),
     tied: bool = False,
     turned: bool = False,
 ) -> Family:
     """A family whose config.json has the text model's fields in text_config. Only the text model
-    runs. Arguments: see Family."""
+    runs. Other arguments: see Family.
+
+    - `other_models`: names of its other models, by which their tensors begin, with "model." before
+      them in newer files.
+    """
+    others = tuple(f"{start}{name}." for start in ("", "model.") for name in other_models)
 
     def parse(fields: Fields) -> ModelConfig:
         return dataclasses.replace(text.parse(fields), architecture=architecture)

@@ -187,10 +187,6 @@ IMAGES = wrapper_of(
     "Gemma4ForConditionalGeneration",
     "gemma4",
     text_types=("gemma4_text",),
-    others=tuple(
-        f"{prefix}{part}."
-        for prefix in ("model.", "")
-        for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-    ),
+    other_models=("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     tied=True,
 )

@@ -170,10 +170,6 @@ IMAGES = wrapper_of(
     "Llama4ForConditionalGeneration",
     "llama4",
     text_types=("llama4_text",),
-    others=tuple(
-        f"{prefix}{part}."
-        for prefix in ("", "model.")
-        for part in ("vision_model", "multi_modal_projector")
-    ),
+    other_models=("vision_model", "multi_modal_projector"),
     turned=True,
 )

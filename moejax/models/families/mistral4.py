@@ -98,9 +98,5 @@ MISTRAL3 = wrapper_of(
     "mistral3",
     text_types=("mistral4",),
     tied=True,
-    others=tuple(
-        start + name
-        for start in ("", "model.")
-        for name in ("vision_tower.", "multi_modal_projector.")
-    ),
+    other_models=("vision_tower", "multi_modal_projector"),
 )

@@ -149,5 +149,5 @@ QWEN3_5_VISION = wrapper_of(
     "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe",
     text_types=("qwen3_5_moe_text",),
-    others=("model.visual.", "visual."),
+    other_models=("visual",),
 )

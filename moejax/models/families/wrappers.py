@@ -44,7 +44,7 @@ QWEN3_VL = wrapper_of(
     "Qwen3VLMoeForConditionalGeneration",
     "qwen3_vl_moe",
     text_types=("qwen3_vl_moe_text",),
-    others=("model.visual.", "visual."),
+    other_models=("visual",),
     turned=True,
 )
 GLM_4V = wrapper_of(
@@ -52,7 +52,7 @@ GLM_4V = wrapper_of(
     "Glm4vMoeForConditionalGeneration",
     "glm4v_moe",
     text_types=("glm4v_moe_text",),
-    others=("model.visual.", "visual."),
+    other_models=("visual",),
 )
 KIMI_K25 = wrapper_of(
     deepseek.V3,
@@ -60,6 +60,6 @@ KIMI_K25 = wrapper_of(
     "kimi_k25",
     aliases=("KimiK25ForConditionalGeneration",),
     text_types=("deepseek_v3", "kimi_k2"),
-    others=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    other_models=("vision_tower", "mm_projector"),
     tied=True,
 )
