@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import UserError
+from moejax import BudgetError, UserError
 
 if TYPE_CHECKING:
     from moejax import LLM
@@ -70,7 +70,10 @@ class Scene:
         self.faults.append(Fault(what, text if len(text) <= 2000 else f"{text[:2000]}…"))
 
     def call(
-        self, what: str, function: Callable[[], Any], refusals: tuple[Refusal, ...] = (UserError,)
+        self,
+        what: str,
+        function: Callable[[], Any],
+        refusals: tuple[Refusal, ...] = (UserError, BudgetError),
     ) -> Any:
         """What the function returns or the error that it raises. Anything but one of `refusals`, a
         message that fills the screen and a call that takes long are faults."""

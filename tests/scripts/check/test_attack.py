@@ -60,6 +60,9 @@ def job(scene):
 def test_a_whole_engine_has_no_fault(run):
     assert run(generate) == {}
     assert run(job) == {}
+    assert (
+        run(lambda scene: scene.call("refused", lambda: engine.start({"kv_budget": "1KiB"}))) == {}
+    )
 
 
 def test_a_job_is_resumed_with_every_option():
