@@ -10,13 +10,25 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, dataclass_transform
 
 from moejax.errors import UserError, user_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
+Given = TypeVar("Given", contravariant=True)
+Held = TypeVar("Held", covariant=True)
+
+
+class Read(Generic[Given, Held]):
+    """The annotation of a field whose option is given as one type and held as another, for type
+    checkers: mypy does not know the converters of dataclass_transform."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type | None = None) -> Held: ...
+        def __set__(self, instance: object, value: Given) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Description:
 class Option(Description):
     """A field of a group of options."""
 
-    converter: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] | None = None
     """Converts a given value to the field's value; None: takes it unchanged."""
     changes_bits: bool = False
     """Whether another value may change bits of outputs, everything else being equal."""
@@ -52,9 +64,9 @@ class Option(Description):
 
     def read(self, name: str, value: Any) -> Any:
         """Converts a value to the field's value. Raises UserError for a value that cannot work."""
-        if self.converter is not None:
+        if self.convert is not None:
             with user_errors():
-                return self.converter(value)
+                return self.convert(value)
         if value is None:
             return None
         if self.type is int:
@@ -75,7 +87,7 @@ def same_bits(
     help: str,
     *,
     default: Any = dataclasses.MISSING,
-    converter: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], Any] | None = None,
     kw_only: bool = True,
     **said: Any,
 ) -> Any:
@@ -84,12 +96,12 @@ def same_bits(
 
     - `said`: further fields of Option.
     """
-    if converter is not None:
+    if convert is not None:
         said = {"type": str, **said}
     if "settings" in said:
         said = {"metavar": "NAME[,KEY=VALUE…]", **said}
     flag = said.pop("flag", True) and said.get("in_file", True)
-    found = Option(help, converter=converter, flag=flag, **said)
+    found = Option(help, convert=convert, flag=flag, **said)
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"option": found})
 
 
@@ -106,7 +118,7 @@ def changes_bits(help: str, **said: Any) -> Any:
 )
 def group(cls: type[T]) -> type[T]:
     """Makes a class of options a frozen dataclass whose fields hold what `Option.read` returns.
-    Type checkers take a keyword's type from its converter."""
+    Type checkers take a keyword's type from the field's annotation, see Read."""
 
     def read_all(self: T) -> None:
         for name, one in options_of(cls).items():

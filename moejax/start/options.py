@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
 from moejax.sizes import Share, parse_expert_budget, parse_size
-from moejax.start.fields import Option, changes_bits, group, optional, options_of, same_bits
+from moejax.start.fields import Option, Read, changes_bits, group, optional, options_of, same_bits
 from moejax.start.option_values import (
     Cells,
     Driver,
@@ -79,7 +79,7 @@ class ModelOptions:
     model: str | os.PathLike[str] = changes_bits(
         'a Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package '
         '("./demo" is a directory)',
-        converter=_model,
+        convert=_model,
         common=True,
         in_file=False,  # a command names it
         kw_only=False,
@@ -112,7 +112,7 @@ class ModelOptions:
         "sampling defaults of requests that state none: auto, the model's generation_config.json; "
         "or none, those of SamplingParams (default: auto, as in vLLM)",
         default="auto",
-        converter=_word("generation_config", "auto", "none"),
+        convert=_word("generation_config", "auto", "none"),
     )
     max_model_len: int | None = changes_bits(  # of models with longrope
         "most tokens of prompt and text together (default: the model's)",
@@ -125,49 +125,49 @@ class ModelOptions:
 class MemoryOptions:
     """What is held where, and how much of it."""
 
-    memory: int | None = same_bits(
+    memory: Read[int | str | None, int | None] = same_bits(
         "bytes of the arena, which holds experts and KV, such as 16GiB; any two of memory, "
         "expert_budget and kv_budget fix the third (default: everything, cut to what fits)",
         default=None,
-        converter=optional(parse_size),
+        convert=optional(parse_size),
         common=True,
         metavar="SIZE",
     )
-    expert_budget: int | Share | None = same_bits(
+    expert_budget: Read[int | str | Share | None, int | Share | None] = same_bits(
         "memory for experts: bytes such as 6GiB, or a share of all experts such as 25%; 0 is "
         "legal; it changes speed, never the output",
         default=None,
-        converter=optional(parse_expert_budget),
+        convert=optional(parse_expert_budget),
         common=True,
         metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = same_bits(
+    kv_budget: Read[int | str | None, int | None] = same_bits(
         "memory for KV, such as 2GiB",
         default=None,
-        converter=optional(parse_size),
+        convert=optional(parse_size),
         common=True,
         metavar="SIZE",
     )
-    store: Store = same_bits(
+    store: Read[str | Store, Store] = same_bits(
         "where all experts are kept: memory; shared, memory that processes of this machine share "
         "(CPU only); or file, the checkpoint's own files, read when an expert is needed "
         "(default: memory)",
         settings=settings_help(Store),
         default="memory",
-        converter=read_store,
+        convert=read_store,
         common=True,
     )
-    swap_space: int = same_bits(
+    swap_space: Read[int | str, int] = same_bits(
         "host memory for KV that had to leave the device (default: 4GiB)",
         default="4GiB",
-        converter=parse_size,
+        convert=parse_size,
         metavar="SIZE",
     )
     kv_overflow: str = changes_bits(
         "what happens to KV that has to leave the device: swap to host memory, or recompute "
         "later, which changes bits (default: swap)",
         default="swap",
-        converter=_word("kv_overflow", "swap", "recompute"),
+        convert=_word("kv_overflow", "swap", "recompute"),
     )
     kv_dir: str | None = same_bits(
         "directory in which sessions and cached beginnings of prompts outlive the process: what it "
@@ -216,7 +216,7 @@ class PolicyOptions:
         "when a layer chooses. Fewer misses, but OTHER OUTPUTS, which depend on budget, policies "
         "and other requests (docs/explanation/prescope.md; default: off)",
         default=None,
-        converter=optional(_favour),
+        convert=optional(_favour),
         type=float,
         metavar="DELTA",
     )
@@ -237,13 +237,13 @@ class PolicyOptions:
         default=None,
         common=True,
     )
-    cells: Cells = same_bits(
+    cells: Read[str | Sequence[int] | Cells, Cells] = same_bits(
         "how the experts' memory is shared over layers: uniform; marginal, where a cell saves most "
         "misses, by a trace or live; or a number for each layer such as 9,8,8,7. split=TRACE also "
         "splits memory between experts and KV by that trace (docs/how-to/memory.md; default: "
         "uniform)",
         default="uniform",
-        converter=read_cells,
+        convert=read_cells,
         metavar="NAME[=TRACE][,split=TRACE]",
     )
     resize: str = same_bits(
@@ -251,7 +251,7 @@ class PolicyOptions:
         "gets its recent peak and 10%; mv_wsa, a byte is worth the same to both; joint, also "
         "chooses how many sequences run, for the most tokens a second (default: none)",
         default="none",
-        converter=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
+        convert=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
     )
 
 
@@ -259,23 +259,23 @@ class PolicyOptions:
 class TransferOptions:
     """How a step runs through the layers, and how experts get to the device meanwhile."""
 
-    driver: Driver = same_bits(
+    driver: Read[str | Driver, Driver] = same_bits(
         "what runs the layers: device, one executable for a step; host, a Python loop, slower, for "
         "policies that act between layers; stream, which brings all experts of a layer before it "
         "runs, in the memory of two layers, for wide batches with long contexts "
         "(docs/explanation/stream.md; default: device)",
         settings=settings_help(Driver),
         default="device",
-        converter=read_driver,
+        convert=read_driver,
         common=True,
     )
-    transfers: Transfers = same_bits(
+    transfers: Read[str | Transfers | None, Transfers] = same_bits(
         "what moves experts: ops, the step itself; or queue, threads beside compute, which on a "
         "GPU and with XLA ops needs driver host (docs/explanation/transfers.md; default: queue "
         "with store file and driver stream, else ops)",
         settings=settings_help(Transfers),
         default=None,
-        converter=read_transfers,
+        convert=read_transfers,
     )
 
 
@@ -319,12 +319,12 @@ class RuntimeOptions:
         default=0,
         flag=False,  # the sampling option of `moejax generate`
     )
-    trace: Recording | None = same_bits(
+    trace: Read[str | os.PathLike[str] | Recording | None, Recording | None] = same_bits(
         "record what each step routed, missed and moved in this new directory, for "
         "moejax.traces.read_trace (docs/reference/trace_format.md)",
         settings=settings_help(Recording),
         default=None,
-        converter=optional(read_recording),
+        convert=optional(read_recording),
         metavar="DIR[,arrays=NAME+NAME]",
     )
     progress: bool = same_bits(
