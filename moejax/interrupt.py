@@ -1,15 +1,23 @@
-"""Delays Ctrl-C until a safe moment, and ends a process that does not react to it."""
+"""Delays Ctrl-C until a safe moment, and ends what hangs where no error can be raised."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from moejax.errors import fallbacks
+
+STEP_S = 1800.0
+"""Seconds that a step of an engine may take until it is said to hang."""
+LOOK_S = 1.0
+"""Seconds between two looks at the running steps."""
 
 
 @contextmanager
@@ -41,14 +49,88 @@ def deferred_interrupt() -> Iterator[list]:
             raise KeyboardInterrupt
 
 
-def end_where_stuck(seconds: float, status: int) -> None:
-    """Makes Ctrl-C end the process even if the main thread stays in native code, where Python's
-    handlers do not run: in a compilation, or a read from a disk that does not answer. Call it once,
-    in the main thread.
+@dataclasses.dataclass(eq=False)
+class RunningStep:
+    """The step that an engine runs now, as other threads see it.
 
-    - `seconds`: how long after Ctrl-C the main thread may stay in native code.
-    - `status`: the exit status.
+    - `tell`: gets the message if the step hangs. Nothing can be raised in a thread that waits for a
+      device, so by default the message ends a command, and is logged in other programs.
     """
+
+    tell: Callable[[str], Any] | None = None
+    began: float | None = None
+    """time.monotonic() when the step began; None: none runs."""
+    _told: float | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        _watch_steps()
+        self.began = time.monotonic()
+        _running.add(self)
+        try:
+            yield
+        finally:
+            _running.discard(self)
+            self.began = None
+
+    def hangs(self, seconds: float) -> str | None:
+        """What is wrong, if the running step has run for longer than `seconds`."""
+        began = self.began
+        if began is None or (took := time.monotonic() - began) <= seconds:
+            return None
+        return (
+            f"a step of the engine has not ended for {took:.0f} s; its device or a disk does not "
+            "answer, so end the process"
+        )
+
+    def look(self) -> None:
+        """Tells of a step that hangs, once."""
+        began = self.began
+        if began != self._told and (message := self.hangs(STEP_S)) is not None:
+            self._told = began
+            (self.tell or end_command)(message)
+
+
+_running: set[RunningStep] = set()
+_watcher: tuple[int, threading.Thread] | None = None
+"""The thread that looks at steps, and its process: a fork has none."""
+
+
+def _watch_steps() -> None:
+    global _watcher
+    if _watcher is None or _watcher[0] != os.getpid():
+        thread = threading.Thread(target=_look_at_steps, name="moejax-steps", daemon=True)
+        _watcher = os.getpid(), thread
+        thread.start()
+
+
+def _look_at_steps() -> None:
+    while True:
+        time.sleep(LOOK_S)
+        for step in tuple(_running):
+            step.look()
+
+
+def end_command(message: str) -> None:
+    """Ends a command with an error, whatever hangs; in other programs the error is logged."""
+    if _error_status is None:
+        fallbacks.error(message)
+    else:
+        os.write(2, f"moejax: error: {message}\n".encode())
+        os._exit(_error_status)
+
+
+def end_where_stuck(seconds: float, status: int, error_status: int) -> None:
+    """Makes Ctrl-C end the process even if the main thread stays in native code, where Python's
+    handlers do not run: in a compilation, or a read from a disk that does not answer; or if a step
+    of an engine does not end. Call it once, in the main thread.
+
+    - `seconds`: how long after Ctrl-C the main thread may stay in native code, or a step may run.
+    - `status`: the exit status.
+    - `error_status`: the exit status if a step runs for longer than STEP_S, without Ctrl-C.
+    """
+    global _error_status
+    _error_status = error_status
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     signal.signal(signal.SIGINT, _interrupt)
@@ -66,12 +148,20 @@ def end_where_stuck(seconds: float, status: int) -> None:
             ours = getattr(handler, "__module__", None) == __name__
             # The handler may have run a moment before this thread reads the signal.
             if ours and _answered < came - 0.2:
-                os.write(2, b"moejax: interrupted while it waited for a disk or a compilation\n")
-                os._exit(status)
+                _end(b"a disk or a compilation", status)
+            if any(step.hangs(time.monotonic() - came) for step in tuple(_running)):
+                _end(b"a step of the engine", status)
 
     threading.Thread(target=watch, name="moejax-interrupt", daemon=True).start()
 
 
+def _end(waited: bytes, status: int) -> None:
+    os.write(2, b"moejax: interrupted while it waited for " + waited + b"\n")
+    os._exit(status)
+
+
+_error_status: int | None = None
+"""The exit status of a command whose step hangs; None: this process is no command."""
 _answered = 0.0
 """time.monotonic() when a Python handler last ran for SIGINT."""
 

@@ -40,7 +40,7 @@ from moejax.start.other_names import use_instead
 from pallas_kernels.option_text import nearest
 
 STUCK_S = 1.5
-"""Seconds for which Ctrl-C waits for the main thread to leave native code."""
+"""Seconds for which Ctrl-C waits for the main thread to leave native code, and for a step."""
 
 COMMANDS = (
     *(generate, chat, serve, eval, ablate, info, convert, trace, calibrate, plan),
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Runs the command `moejax` and ends the process with main's status. After Ctrl-C it ends at
     once, without waiting for compilations in the background."""
-    end_where_stuck(STUCK_S, EXIT_INTERRUPTED)
+    end_where_stuck(STUCK_S, EXIT_INTERRUPTED, EXIT_USER_ERROR)
     status = main()
     if status == EXIT_INTERRUPTED:
         sys.stdout.flush()

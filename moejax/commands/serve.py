@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from moejax.commands import add_command, say
 from moejax.commands.model import add_model_option, add_model_options, engine_options, start_llm
 from moejax.errors import UserError
+from moejax.interrupt import end_command
 
 if TYPE_CHECKING:
     from moejax import LLM
@@ -24,7 +25,8 @@ examples:
   moejax serve Qwen/Qwen3-30B-A3B --memory 16GiB --host 0.0.0.0 --api-key SECRET
       a model of the Hugging Face hub, for other machines too
 
-  SIGTERM ends it when the running requests have ended; so does Ctrl-C.
+  SIGTERM ends it when the running requests have ended; so does Ctrl-C, which does not wait for a
+  step that takes longer than 1.5 s.
 """
 
 
@@ -78,9 +80,14 @@ def _run(args: argparse.Namespace) -> int:
             f"the server needs {error.name}, which is not installed here: pip install "
             "'moejax[serve]'"
         ) from None
+    from moejax.serve.engine_thread import EngineDeadError
+
     # The address is bound before the model is read, which may take long.
     with _bind(args.host, args.port) as bound, start_llm(args, options) as llm:
-        asyncio.run(_serve(args, llm, bound))
+        try:
+            asyncio.run(_serve(args, llm, bound))
+        except EngineDeadError as error:  # the step that hangs would keep the process
+            end_command(str(error))
     return 0
 
 

@@ -31,7 +31,7 @@ from moejax.engine.step_work import (
     step_record,
 )
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
-from moejax.interrupt import deferred_interrupt
+from moejax.interrupt import RunningStep, deferred_interrupt
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
@@ -83,6 +83,7 @@ class Engine:
         self.seed, self.control = seed, control
         self.listener: Listener | None = None
         """Called with each step after its dispatch. It may wait for the device."""
+        self.running = RunningStep()
         self.resizer = ArenaResizer(runner, scheduler) if resizer is None else resizer
         self.tracer, self.tokenizer = tracer, tokenizer
         self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)
@@ -332,7 +333,7 @@ class Engine:
         models with state. Ctrl-C waits for the end of the call. A step
         that fails aborts its requests, and no others.
         """
-        with self.undisturbed():
+        with self.undisturbed(), self.running.running():
             previous, self._pending = self._pending, None
             begun, touched = previous is not None, []
             if previous is not None and (self.hooks is not None or self._any_waits()):

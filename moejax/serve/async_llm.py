@@ -17,14 +17,14 @@ from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt
 from moejax.requests.request import GenerationRequest, Prompt, require_type
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.engine_thread import EngineThread, TokenStream
+from moejax.serve.engine_thread import EngineDeadError, EngineThread, TokenStream
 from moejax.serve.llm import LLM
 from moejax.start.options import Config
 
 T = TypeVar("T")
 
-_EXIT_S = 30.0
-"""Seconds that the interpreter's exit waits for the running step."""
+_EXIT_S, _CLOSE_S = 30.0, 60.0
+"""Seconds that the interpreter's exit and `close` wait for the running step."""
 
 
 class AsyncLLM:
@@ -156,11 +156,18 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raises EngineDeadError when a step failed or has run for half an hour, UserError when the
         AsyncLLM is closed."""
-        self._engine.require_steps()
+        with self._engine.open():
+            pass
 
     async def close(self) -> None:
         """Ends all requests and, after the running step, the engine's thread; then frees the model,
-        or gives the LLM back. Readers get a UserError. Idempotent. Raises like LLM.close."""
+        or gives the LLM back. Readers get a UserError. Idempotent. Raises like LLM.close, and
+        EngineDeadError if the step takes longer than a minute; the next call waits again."""
+        self._begin_end()
+        ended = asyncio.wrap_future(self._engine.ended)
+        if not (await asyncio.wait([ended], timeout=_CLOSE_S))[0]:
+            running = self._llm.engine.running
+            raise EngineDeadError(running.hangs(0.0) or "the engine's thread does not end")
         await asyncio.to_thread(self._shut_down)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -176,10 +183,14 @@ class AsyncLLM:
         self._llm.engine.rules.prepare(asked.sampling_params)
         return self._llm.encoder(asked.prompt)
 
+    def _begin_end(self) -> None:
+        self._closing = True
+        self._llm.encoder.interrupt()
+        self._engine.stop(0.0)
+
     def _shut_down(self, timeout_s: float | None = None) -> None:
+        self._begin_end()
         with self._shutting:
-            self._closing = True
-            self._llm.encoder.interrupt()
             if not self._engine.stop(timeout_s) or self._shut:
                 return
             self._shut = True

@@ -9,10 +9,9 @@ import logging
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from moejax.engine.loop import Engine
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("moejax")
 
-STEP_S = 1800.0
-"""Seconds that a step may take until `require_steps` says that it hangs."""
-
 Command = tuple[Future | None, Callable[[], Any]]
 """A function for the engine's thread, with the future of its result; None: nothing waits for the
 result."""
@@ -40,8 +36,8 @@ News = RequestOutput | Exception
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed, and every request of this AsyncLLM with it. The name is vLLM's; the failure
-    itself is the `__cause__`."""
+    """A step failed or hangs, and every request of this AsyncLLM with it. The name is vLLM's; the
+    failure itself is the `__cause__`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,8 +107,10 @@ class EngineThread:
         ] = {}  # streams with tokens that their reader has not seen
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, News]]] = {}
         self._stopping = False
-        self._step_began: float | None = None
-        """time.monotonic() when the running step began; None: none runs."""
+
+        self.ended: Future[None] = Future()
+        """Done when the thread has ended."""
+        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it
 
     # ---- for all threads
 
@@ -125,15 +123,6 @@ class EngineThread:
             if self._ended:
                 raise self._end()
             yield
-
-    def require_steps(self) -> None:
-        """Raises EngineDeadError if the running step hangs, and as `open`."""
-        with self.open():
-            began = self._step_began
-        if began is not None and (seconds := time.monotonic() - began) > STEP_S:
-            raise EngineDeadError(
-                f"a step of the engine has not ended for {seconds:.0f} s; end the process"
-            )
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the thread; returns or raises what the function does. Raises like
@@ -203,8 +192,9 @@ class EngineThread:
     # ---- on the thread
 
     def _run(self) -> None:
+        self._engine.running.tell = self._give_up
         try:
-            while not self._stopping:
+            while not (self._stopping or self._failure):
                 self._obey()
                 self._send()
                 if self._live and not self._stopping:
@@ -213,8 +203,20 @@ class EngineThread:
         except BaseException as error:
             log.exception("a step of the engine failed; all its requests ended")
             with self._gate:
-                self._failure = error
+                self._failure = self._failure or error
         self._end_all()
+        self._engine.running.tell = None
+        self.ended.set_result(None)
+
+    def _give_up(self, message: str) -> None:
+        """Ends what waits for a step that hangs. Runs on the thread that watches steps."""
+        log.error(message)
+        with self._gate:
+            self._failure = TimeoutError(message)
+        self._end_commands()
+        for stream in tuple(self.streams.values()):
+            with suppress(RuntimeError):  # its loop is closed
+                stream.loop.call_soon_threadsafe(_deliver, [(stream, self._end())])
 
     def _obey(self) -> None:
         """Carries out the waiting commands; sleeps while there is nothing else to do."""
@@ -228,7 +230,6 @@ class EngineThread:
             _carry_out(*self._commands.get())
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
         try:
             touched = self._engine.step()
         except OutOfKV as error:
@@ -236,8 +237,6 @@ class EngineThread:
                 self._post(stream, UserError(str(error)))
                 self.drop(stream)
             return
-        finally:
-            self._step_began = None
         self._unseen.update((self._stream_of[request], None) for request in touched)
         for stream in tuple(self._unseen):
             assert stream.submission is not None
@@ -280,13 +279,7 @@ class EngineThread:
 
     def _end_all(self) -> None:
         """Ends all waiting commands and streams, and takes all requests out of the engine."""
-        while True:
-            try:
-                future, _ = self._commands.get_nowait()
-            except queue.Empty:
-                break
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(self._end())
+        self._end_commands()
         live = tuple(self._live)
         for stream in live:
             self._post(stream, self._end())
@@ -297,6 +290,15 @@ class EngineThread:
             self._engine.drain()
         except Exception:
             log.exception("clearing the engine failed as well")
+
+    def _end_commands(self) -> None:
+        while True:
+            try:
+                future, _ = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(self._end())
 
 
 def _carry_out(future: Future | None, function: Callable[[], Any]) -> None:
@@ -311,7 +313,7 @@ def _carry_out(future: Future | None, function: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def _deliver(news: list[tuple[TokenStream, News]]) -> None:
+def _deliver(news: Sequence[tuple[TokenStream, News]]) -> None:
     for stream, newest in news:
         stream.newest = newest
         stream.news.set()

@@ -10,9 +10,10 @@ import pytest
 from tests.conftest import REPOSITORY
 
 BEGIN = """
-import ctypes, sys, threading, time
+import ctypes, signal, sys, threading, time
+from moejax import interrupt
 from moejax.interrupt import deferred_interrupt, end_where_stuck
-end_where_stuck(0.5, 130)
+end_where_stuck(0.5, 130, 2)
 print("ready", flush=True)
 """
 STUCK = """
@@ -38,13 +39,28 @@ try:
 except KeyboardInterrupt:
     print("answered", flush=True)
 """
+HUNG_STEP = """
+interrupt.LOOK_S = 0.1
+with interrupt.RunningStep().running():
+    signal.signal(signal.SIGINT, lambda *_: None)  # as servers have
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        time.sleep(0.01)
+"""
+DISK, STEP = "interrupted while it waited for a disk", "interrupted while it waited for a step"
 
 
 @pytest.mark.parametrize(
-    ("waits", "signals", "status", "said"),
-    [(STUCK, 1, 130, ""), (ANSWERED, 2, 0, "answered" * 2), (DEFERRED, 1, 0, "wholeanswered")],
+    ("waits", "signals", "status", "said", "error"),
+    [
+        (STUCK, 1, 130, "", DISK),
+        (ANSWERED, 2, 0, "answered" * 2, ""),
+        (DEFERRED, 1, 0, "wholeanswered", ""),
+        (HUNG_STEP, 1, 130, "", STEP),
+        ("interrupt.STEP_S = 0.3" + HUNG_STEP, 0, 2, "", "error: a step of the engine has not end"),
+    ],
 )
-def test_ctrl_c_ends_what_is_stuck_and_nothing_else(waits, signals, status, said):
+def test_ctrl_c_ends_what_is_stuck_and_nothing_else(waits, signals, status, said, error):
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN + waits],
         cwd=REPOSITORY,
@@ -60,4 +76,4 @@ def test_ctrl_c_ends_what_is_stuck_and_nothing_else(waits, signals, status, said
     out, err = process.communicate(timeout=10)
     assert time.monotonic() - began < 2.5
     assert (process.returncode, out.replace("\n", "")) == (status, said)
-    assert ("interrupted while it waited for a disk" in err) == (status == 130)
+    assert error in err and bool(error) == bool(err)

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from moejax import AsyncLLM, EngineDeadError, SamplingParams, UserError
-from moejax.serve import engine_thread
+from moejax import AsyncLLM, EngineDeadError, SamplingParams, UserError, interrupt
+from moejax.serve import async_llm
 from scripts.check.kv_faults import kv_faults
 from tests.moejax.serve.conftest import LIMITS
 
@@ -208,9 +208,6 @@ def test_a_failing_step_reaches_everybody(llm, expected, monkeypatch):
                 ]
                 await asyncio.sleep(0.05)
                 await served.check_health()
-                patch.setattr(engine_thread, "STEP_S", 0.01)
-                with pytest.raises(EngineDeadError, match="a step of the engine has not ended for"):
-                    await served.check_health()
                 go.set()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
@@ -222,6 +219,30 @@ def test_a_failing_step_reaches_everybody(llm, expected, monkeypatch):
 
     run(main())
     # Given back, it works: a failed step costs its own requests.
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0] == expected
+
+
+def test_a_step_that_hangs_is_said_to_everybody(llm, expected, monkeypatch):
+    go = threading.Event()
+
+    async def main():
+        served = AsyncLLM(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "decode", lambda *_, **__: go.wait(60) and 1 / 0)
+            patch.setattr(interrupt, "LOOK_S", 0.01)
+            patch.setattr(interrupt, "STEP_S", 0.2)
+            waiting = [last(served.generate([5], LONG)), served.stats(), served.stats()]
+            for found in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(found, dict | EngineDeadError)
+            with pytest.raises(EngineDeadError, match="a step of the engine has not ended for"):
+                await served.check_health()
+            patch.setattr(async_llm, "_CLOSE_S", 0.1)
+            with pytest.raises(EngineDeadError, match="has not ended"):
+                await served.close()
+        go.set()
+        await served.close()
+
+    run(main())
     assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0] == expected
 
 
