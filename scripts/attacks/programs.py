@@ -335,7 +335,7 @@ def _tmpfs(directory: str, options: str) -> str:
 
 def _slow(source: Path) -> list[str]:
     """The beginning of a command whose input comes a line at a time."""
-    script = f'while read -r l; do echo "$l"; sleep 0.3; done < {source} | exec "$@"'
+    script = f'while read -r l; do printf "%s\\n" "$l"; sleep 0.3; done < {source} | exec "$@"'
     return ["sh", "-c", script, "sh"]
 
 
@@ -357,7 +357,7 @@ def attack_places(scene: Scene) -> None:
     rng, shared = scene.rng, scene.directory.parents[1]
     source = shared / "places.jsonl"
     if not source.exists():
-        file_jobs.write_input(source, 8, 1, bad=False)
+        file_jobs.write_input(source, 7, 1, bad=False)  # no session, which a pipe cannot have
     folder = scene.directory / "out"
     folder.mkdir()
     output, options = folder / "out.jsonl", pick(rng, ((), ("--store=shared",)))
