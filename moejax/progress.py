@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +61,7 @@ def count_progress(
     shown: bool,
     tokens: Callable[[], int] | None = None,
 ) -> Iterator[Callable[..., None]]:
-    """Shows a bar over results, with the remaining time.
+    """Shows a bar over results, with the remaining time; without a terminal a line every LINE_S.
 
     - `verb`: stands before the bar.
     - `total`: the number of results; None: unknown.
@@ -73,6 +75,11 @@ def count_progress(
     """
     if not shown:
         yield lambda done, total=None, text="": None
+        return
+    from rich.console import Console
+
+    if not Console(stderr=True).is_terminal:
+        yield _tell_lines(verb, total, done)
         return
     begin = 0 if tokens is None else tokens()
 
@@ -92,3 +99,27 @@ def count_progress(
         yield lambda done, total=total, text=verb: bars.update(
             task, completed=done, total=total, description=text
         )
+
+
+LINE_S = 60.0
+"""Seconds between two lines of progress in a file or a pipe."""
+
+
+def _tell_lines(verb: str, total: int | None, done: int) -> Callable[..., None]:
+    """Returns `report` of `count_progress` for a log: jobs on clusters have no terminal."""
+    began = told = time.monotonic()
+    first = done
+
+    def report(done: int, total: int | None = total, text: str = verb) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < LINE_S:
+            return
+        told = now
+        left = ""
+        if total and done > first:
+            seconds = (now - began) / (done - first) * (total - done)
+            left = f", about {seconds / 60:.0f} min left"
+        print(f"{text}: {done} of {total or '?'}{left}", file=sys.stderr, flush=True)
+
+    return report

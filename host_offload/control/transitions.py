@@ -36,13 +36,18 @@ def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
         ("cells", "stages"),
         "every expert is resident; leave the policy out, or use a precision that pages",
     )
+    refuse_writes(
+        policies,
+        ("fill_version",),
+        "every expert is resident, so no miss fills one; write transitions, or use paged=true",
+    )
     if not resident.spares:
         # What takes slots from experts makes room by transitions.
         refuse_writes(
             policies,
             ("transitions", "kv_pages"),
-            "the versions are fixed: there are no spare cells; leave the policy out, or give "
-            "spares",
+            "the versions are fixed: there are no spare cells; leave the policy out, or add "
+            "spares=1 to the precision",
         )
 
 

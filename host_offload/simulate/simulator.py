@@ -83,7 +83,7 @@ def simulate(
     prefetch: str | None = None,
     placement: str | None = None,
     policies: Sequence[Policy] = (),
-    cells: int | Sequence[int] | np.ndarray | None = None,
+    cells: int | Sequence[int] | np.ndarray | PagedSpec | None = None,
     driver: str | None = None,
     spec: Spec | None = None,
     budgets: Sequence[BudgetMove] | None = None,
@@ -97,8 +97,8 @@ def simulate(
 
     - `eviction`, `prefetch`, `placement`, `policies`: as in moejax.LLM, but a placement states all
       of its costs, or `costs` has them.
-    - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, with which
-      every expert may be resident.
+    - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, or those of
+      `spec`, with which every expert may be resident.
     - `driver`: `device` or `host`, which has moments between layers; None: the trace's.
     - `spec`: what policies are told, for `router` and for a trace that does not say it (a converted
       one).
@@ -133,7 +133,7 @@ def simulate(
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
     if not any(policy.moments for policy in policies):
-        device = _device_of_weights(header, policies, granted, as_in_trace=cells is None)
+        device = _device_of_weights(header, policies, granted, spec, as_in_trace=cells is None)
         return _gather(trace, _steps_without_control(trace, device, budgets or ()), None, watcher)
     spec = spec or spec_of(header)
     if cells is not None:
@@ -171,7 +171,12 @@ def name_policies(
 
 
 def _device_of_weights(
-    header: TraceHeader, policies: Sequence[Policy], granted: PagedSpec, *, as_in_trace: bool
+    header: TraceHeader,
+    policies: Sequence[Policy],
+    granted: PagedSpec,
+    spec: Spec | None,
+    *,
+    as_in_trace: bool,
 ) -> PagerDevice:
     """Returns the device of policies that are only victim weights.
 
@@ -179,9 +184,12 @@ def _device_of_weights(
     """
     chosen = [getattr(policy, "victim_weights", None) for policy in policies]
     weights = chosen[0] if chosen and chosen[0] is not None else EVICTION["lru"]
+    bound = max(header.experts, granted.cell_bound)
+    if spec is not None:
+        resident = spec.resident if as_in_trace else None
+        return _device(granted, resident, weights, bound, spec.link_bytes)
     resident = read_resident(header.spec.get("resident")) if as_in_trace else None
     said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
-    bound = max(header.experts, granted.cell_bound)
     return _device(granted, resident, weights, bound, _sizes(said, header.layers))
 
 
@@ -236,9 +244,13 @@ def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
     return {name: np.broadcast_to(np.array(size, np.int64), layers) for name, size in said.items()}
 
 
-def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> PagedSpec:
+def _cells(
+    header: TraceHeader, cells: int | Sequence[int] | np.ndarray | PagedSpec | None
+) -> PagedSpec:
     """Returns the cells of each layer and the version that misses fill at the start, by default as
     in the trace. Misses fill version 0 if cells are of one version."""
+    if isinstance(cells, PagedSpec):
+        return cells
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
     paged = read_paged(header.spec.get("paged"))

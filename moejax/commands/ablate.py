@@ -84,9 +84,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Write report.html, one page that needs nothing else, and report.md with its figures and\n"
         "tables, of the results of `moejax ablate`, as far as a grid is done.",
     )
-    report.add_argument("directory", metavar="DIR", help="directory of results")
     report.add_argument(
-        "--output", metavar="DIR", help="where the report goes (default: into the results)"
+        "directory", nargs="+", metavar="DIR", help="directory of results; several of one grid"
+    )
+    report.add_argument(
+        "--output", metavar="DIR", help="where the report goes (default: into the first DIR)"
     )
 
 
@@ -135,10 +137,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from moejax.evaluate.experiments.records import read_results
+    from moejax.evaluate.experiments.records import merge_results, read_results
     from moejax.evaluate.experiments.report.page import write_report
 
-    records = read_results(args.directory)
-    for path in write_report(records, Path(args.output or args.directory)):
+    records = merge_results([read_results(directory) for directory in args.directory])
+    for path in write_report(records, Path(args.output or args.directory[0])):
         print(path)
     return 0

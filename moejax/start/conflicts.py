@@ -6,6 +6,7 @@ import dataclasses
 
 from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
+from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.queue.cached import CacheSpec, least_records
 from moejax.errors import UserError
 from moejax.start.choices import Settings
@@ -87,7 +88,10 @@ def parts_of(start: Situation) -> dict[str, str]:
         "two versions": mixed and named,
         "all resident": mixed and not precision.paged and named,
         "paged": mixed and precision.paged and f"{named},paged=true",
-        "fixed": mixed and precision.policy is None and not precision.paged and named,
+        "fixed": mixed
+        and not isinstance(precision.policy, DynaExq)
+        and not precision.paged
+        and named,
         "hi_share": mixed and precision.hi_share is not None and "hi_share",
         "costs": settings.needs_costs and "policies or budgets that need costs",
         "resize by misses": policy.resize in ("mv_wsa", "joint") and resize,

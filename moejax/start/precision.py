@@ -107,16 +107,16 @@ def mixed_of(
         start = precision.start(layers, experts, int(cells[:, HI].sum()))
         return PagedSpec(cells, start.astype(np.int8))
     total = layers * experts
-    if precision.given is not None:
+    if precision.given is not None and not precision.spares:
         return resident_spec(layout, slots, precision.start(layers, experts, total), spares=0)
     most, _ = capacity(layout, slots, total, _spares(precision))
     if precision.hi_share is not None:
         # Whole slots may have room for a few more.
         most = min(most, round(precision.hi_share * total))
     start = precision.start(layers, experts, most)
-    if precision.policy is None:
-        return resident_spec(layout, slots, start, spares=0)
     resident = resident_spec(layout, slots, start, spares=precision.spares)
+    if not precision.spares:
+        return resident
     return dataclasses.replace(resident, capacity=(most, total))
 
 

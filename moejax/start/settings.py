@@ -12,6 +12,7 @@ from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import PREFIX, placement_policy, with_placement
+from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from moejax.checkpoints.versions import check_quantizer
@@ -60,7 +61,7 @@ def parse_precision(options: Config) -> Precision:
 def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]:
     """Returns the policies of the precision and the policies that move slots while requests run."""
     cells, resize = options.policy.cells, options.policy.resize
-    if precision.policy is not None and resize == "peak_headroom":
+    if isinstance(precision.policy, DynaExq) and resize == "peak_headroom":
         return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()
     moving: tuple[Policy, ...] = ()
     if resize == "mv_wsa":

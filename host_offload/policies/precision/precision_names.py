@@ -48,7 +48,8 @@ class Precision:
     in_transit: bool = False
     """Whether records are decoded while they are copied: the store has the version, cells have
     dense."""
-    policy: DynaExq | None = None
+    policy: Policy | None = None
+    """What changes versions while the model runs: DynaExq, or a policy of a grid's own."""
     given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """int8[L, E]: a map from a file."""
     hot: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -110,13 +111,14 @@ class Precision:
             return top_map(self.hot, capacity)
         if self.seed is not None:
             return random_map(layers, experts, capacity, self.seed)
-        if self.policy is not None:
+        if isinstance(self.policy, DynaExq):
             return self.policy.start(layers, experts, capacity)
         return np.full((layers, experts), LO if self.mixed else 0, np.int8)
 
     def report(self) -> dict[str, Any]:
         """The precision as plain data, for statistics and results."""
-        names = ("alpha", "margin", "slack", "interval") if self.policy else ()
+        ours = isinstance(self.policy, DynaExq)
+        names = ("alpha", "margin", "slack", "interval") if ours else ()
         return {
             "name": self.name,
             "versions": list(self.versions),
@@ -148,12 +150,22 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
     if name in VERSIONS:
         return Precision(name, (name,), **keys)
     paged, hi_share = keys.pop("paged", False), keys.pop("hi_share", None)
+    moves = {key: keys.pop(key) for key in ("spares", "step_bytes") if key in keys}
+    if paged and moves:
+        raise ValueError(
+            f"{next(iter(moves))} does not apply with paged=true; leave one of them out"
+        )
+    if "step_bytes" in moves and "spares" not in moves and name != "dynaexq":
+        raise ValueError(
+            "step_bytes bounds what versions that change move; add spares=1, or leave it out"
+        )
     plan = Precision(
         name,
         _pair(keys.pop("hi", "dense"), keys.pop("lo", "int4")),
         hi_share=hi_share,
         paged=paged,
         quantizer=keys.pop("quantizer", "rtn"),
+        **moves,
     )
     if name == "map":
         if path is None:
@@ -170,46 +182,41 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
-    moves = {key: keys.pop(key) for key in ("spares", "step_bytes") if key in keys}
-    if paged and moves:
-        raise ValueError(
-            f"{next(iter(moves))} does not apply with paged=true; leave one of them out"
-        )
-    if not paged:
-        moves.setdefault("spares", 1)
     if (path := keys.get("scores")) is not None:
         keys["scores"] = (
             mean_selections(read_trace(path), keys.get("interval", DynaExq.interval))
             if os.path.isdir(path)
             else read_array(path, "scores")
         )
-    return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
+    spares = plan.spares if paged else plan.spares or 1
+    return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), spares=spares)
 
 
-_MIXED: dict[str, Reader] = {
+MIXED_SETTINGS: dict[str, Reader] = {
     "hi": one_of(*VERSIONS),
     "lo": one_of(*VERSIONS),
     "hi_share": share,
     "quantizer": str,
     "paged": yes,
+    "spares": whole(1),
+    "step_bytes": whole(1),
 }
+"""Settings of every way to mix two versions, with their readers."""
 
 _SETTINGS: dict[str, dict[str, Reader]] = {
     CHECKPOINT: {},
     "dense": {},
     "lossless12": {"in_transit": yes},  # other versions do not decode to the dense bits
     **{version: {"quantizer": str} for version in LOSSY},
-    "random": {**_MIXED, "seed": whole()},
-    "map": _MIXED,
+    "random": {**MIXED_SETTINGS, "seed": whole()},
+    "map": MIXED_SETTINGS,
     "dynaexq": {
-        **_MIXED,
+        **MIXED_SETTINGS,
         "interval": str,
         "alpha": number,
         "margin": number,
         "slack": whole(),
         "scores": str,
-        "spares": whole(1),
-        "step_bytes": whole(1),
     },
 }
 """Name that LLM(precision=…) and --precision take, a version or a way to mix two, → its

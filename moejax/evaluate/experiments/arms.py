@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,6 +31,13 @@ from host_offload.policies.registry import setting_readers
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
+from moejax.evaluate.experiments.policy_file import (
+    digests_of,
+    file_digest,
+    find_class,
+    load_module,
+    record_reads,
+)
 from moejax.step.step_parts import TRACE_ARRAYS
 from pallas_kernels.option_text import parse_pairs
 
@@ -49,14 +54,14 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {
 """Makers of the policy of NAME=train, by name, from a trace of the texts' training part;
 ExpertFlow's takes the model's routers too."""
 
-_MAPS = {"probs", "embedding"}
+_MAPS, _GATES = frozenset({"probs", "embedding"}), frozenset({"gate_input"})
 
 _LEARNED_FROM = {
     "expert_map": _MAPS,
     "expert_map_in_step": _MAPS,
-    "expertflow": {"gate_input"},
-    "learned": {"gate_input"},
-    "promoe": {"gate_input"},
+    "expertflow": _GATES,
+    "learned": _GATES,
+    "promoe": _GATES,
 }
 """Arrays that such a trace must have beside the routing, by name."""
 
@@ -86,6 +91,9 @@ class Later:
 
     name: str
     settings: Mapping[str, Any]
+    fit: Callable[..., Policy]
+    arrays: frozenset[str] = frozenset()
+    """Arrays that the trace must have beside the routing."""
 
     def make(self, trace: Trace, router: np.ndarray | None) -> Policy:
         """Returns the policy. Forests take minutes to fit, so they are kept beside the trace and
@@ -96,7 +104,7 @@ class Later:
         Raises what the policy's fit raises.
         """
         if self.name != expertflow.NAME:
-            return LEARNERS[self.name](trace, **self.settings)
+            return self.fit(trace, **self.settings)
         assert router is not None  # definitions without a model are refused: no gate inputs
         trained = {name: value for name, value in self.settings.items() if name != "pool"}
         digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:16]
@@ -133,7 +141,7 @@ class Arm:
     @property
     def train_arrays(self) -> frozenset[str]:
         """Arrays that a trace must have to teach it, beside the routing."""
-        return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
+        return frozenset().union(*(p.arrays for p in self.given if isinstance(p, Later)))
 
     def teach(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
         """Returns this arm with what `trace` teaches.
@@ -204,7 +212,7 @@ class Arm:
     @property
     def simulated_arrays(self) -> frozenset[str]:
         """Arrays that a trace must have to simulate it, also for its steps' search of maps."""
-        return self.arrays | (_MAPS if search_of(self.policies) is not None else set())
+        return self.arrays | (_MAPS if search_of(self.policies) is not None else frozenset())
 
 
 def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
@@ -231,19 +239,24 @@ def _read_policy(
     """Returns (the policy, its files with their SHA-256)."""
     name, _, pairs = text.partition(",")
     base, _, path = name.partition("=")
-    place, colon, class_name = name.rpartition(":")
-    files: dict[str, str] = {}
-    learns = base in LEARNERS and path == TRAIN
-    if learns:
+    place, colon, class_name = base.rpartition(":")
+    module, arrays = None, _LEARNED_FROM.get(base, frozenset())
+    learns = path == TRAIN and (base in LEARNERS or bool(colon))
+    if place.endswith(".py") and (learns or not path):
+        module = load_module((home / place).resolve(), where)
+        made: Callable[..., Any] = find_class(module, class_name, where)
+        if learns:
+            arrays = TRACE_ARRAYS & getattr(made, "needs", frozenset())
+            made = (
+                getattr(made, "fit", None) or getattr(module, "fit", None) or _no_fit(where, made)
+            )
+    elif learns:
         made = LEARNERS[base]
         if base == expertflow.NAME:  # before a model is loaded and a trace recorded
             with user_errors(where=where):
                 check_trainer()
     elif name == f"{ORACLE}={RUN}":
-        made: Callable[..., Any] = oracle_of
-    elif colon and place.endswith(".py"):
-        file = (home / place).resolve()
-        made, files = _class_in_file(file, class_name, where), {str(file): file_digest(file)}
+        made = oracle_of
     elif path and base in PREFETCH.from_path:
         at = (home / path).resolve()
         with user_errors(where=where):
@@ -253,10 +266,19 @@ def _read_policy(
         made = _find_policy(name, {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})})
     with user_errors(where=where):
         settings = parse_pairs(name, pairs, setting_readers(made))
-    if learns or made is oracle_of:
-        return Later(base, settings), files
-    with as_user_error(f"{where}{name} fails"):
-        return made(**settings), files
+    with as_user_error(f"{where}{name} fails"), record_reads() as reads:
+        if learns or made is oracle_of:
+            found: Policy | Later = Later(base, settings, made, arrays)
+        else:
+            found = made(**settings)
+    return found, {} if module is None else digests_of(module, reads)
+
+
+def _no_fit(where: str, made: type) -> NoReturn:
+    raise UserError(
+        f"{where}{made.__name__} cannot learn: it needs fit(trace), a class method or a function "
+        "of its file, which returns the policy"
+    )
 
 
 def _find_policy(name: str, known: Mapping[str, Any]) -> Any:
@@ -268,36 +290,3 @@ def _find_policy(name: str, known: Mapping[str, Any]) -> Any:
         f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or FILE.py:CLASS of "
         "your own (docs/extending/write_a_policy.md); several together as A + B"
     )
-
-
-def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
-    if not path.is_file():
-        raise UserError(f"{where}there is no file {path}")
-    module_name = f"moejax_policy_{path.stem}_{file_digest(path)[:12]}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # dataclasses look their module up there
-        try:
-            with as_user_error(f"{where}{path} cannot be read"):
-                spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-    kinds = {n: v for n, v in vars(module).items() if isinstance(v, type)}
-    if name not in kinds:
-        has = ", ".join(sorted(n for n, kind in kinds.items() if hasattr(kind, "decide")))
-        raise UserError(f"{where}{path} has no class {name}; it has {has or 'no policy'}")
-    return kinds[name]
-
-
-def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, as hexadecimal digits; for a trace's directory that of its
-    trace.json, which has the trace's id. Raises UserError if it cannot be read."""
-    path = path / "trace.json" if path.is_dir() else path
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from host_offload.control.interface import Policy
-from host_offload.control.paging import PagedSpec
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace, read_trace
@@ -34,7 +33,12 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.evaluation import sliding_windows
 from moejax.evaluate.experiments.arms import TRAIN, Arm
-from moejax.evaluate.experiments.counted import count_cell
+from moejax.evaluate.experiments.counted import (
+    VERSION_COLUMNS,
+    count_cell,
+    count_mixed,
+    mixed_columns,
+)
 from moejax.evaluate.experiments.definition import (
     MEASURE,
     NO_LINK,
@@ -50,7 +54,7 @@ from moejax.evaluate.experiments.sources.conversations import (
     draw_sessions,
 )
 from moejax.evaluate.experiments.sources.corpus import Prompts
-from moejax.evaluate.experiments.terms import Terms, grant_columns
+from moejax.evaluate.experiments.terms import Terms
 from moejax.evaluate.experiments.workload import Workload, run
 from moejax.models.config import record_version
 from moejax.models.hub import model_directory
@@ -60,12 +64,6 @@ from moejax.start.decide.start_plan import StartPlan
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 from moejax.traces.tracer import start_trace
-
-VERSION_COLUMNS = (
-    *("hi", "lo", "absent", "promotions", "demotions", "deferred"),
-    *("promoted_bytes", "demoted_bytes", "budget_bytes", "peak_bytes"),
-)
-"""Columns of experts in two versions: how many are in which, and the result of transitions."""
 
 Place = tuple[str, int, int, int]
 """The routing of a cell: text, batch, prompt tokens, seed."""
@@ -124,7 +122,8 @@ def engine_bench(
             "device": device.device_kind,
             "platform": device.platform,
         }
-        yield EngineBench(experiment, plan, engine, router_weights(loaded), started, root)
+        router = router_weights(loaded)
+        yield EngineBench(experiment, group.precision, plan, engine, router, started, root)
     finally:
         runner.delete(given=False)
 
@@ -138,6 +137,7 @@ class EngineBench:
     def __init__(
         self,
         experiment: Experiment,
+        precision: str,
         plan: StartPlan,
         engine: Engine,
         router: np.ndarray,
@@ -147,6 +147,7 @@ class EngineBench:
         self.experiment, self.plan, self.engine = experiment, plan, engine
         self.terms, self.mixed = Terms.of_plan(plan, router), plan.mixed is not None
         self._prompts, self._started, self._root = Prompts(experiment), started, root
+        self._precision = precision
         self._traces: dict[Place, Trace] = {}
         self._costs: CostModel | None = None
 
@@ -161,7 +162,7 @@ class EngineBench:
         measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
         for cell in cells:
             if _place(cell) not in self._traces:
-                path = self._root / _trace_name(cell, self.plan.steps.trace_arrays)
+                path = self._root / _trace_name(cell, self._precision, self.plan.steps.trace_arrays)
                 self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
         if any(cell.mode == "predicted" for cell in cells):
             self._costs = _costs(self.experiment, next(iter(self._traces.values())))
@@ -179,6 +180,8 @@ class EngineBench:
         arm, runner = self.experiment.arm_of(cell), self.engine.runner
         if cell.mode == "quality":
             return {"texts": [self._score(text) for text in self.experiment.sources]}
+        if cell.mode == "simulated" and self.experiment.is_mixed(cell.precision):
+            return count_mixed(self.experiment.mixed_plan(cell), self._traces[_place(cell)])
         if cell.mode not in ("measured", PRICED):
             return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self._costs)
         compiled = len(runner.executables())
@@ -194,7 +197,7 @@ class EngineBench:
         """Resets the engine: nothing resident, no KV held, and new policies; with two versions of
         experts the engine is as it started. Returns columns of the budget's result."""
         if self.mixed:
-            return _mixed_columns(self.plan)
+            return mixed_columns(self.plan)
         cells, columns = self.terms.grant(cell.budget, arm)
         policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
         if cell.mode == PRICED:
@@ -300,16 +303,6 @@ class EngineBench:
         return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
 
 
-def _mixed_columns(plan: StartPlan) -> dict[str, Any]:
-    """Returns the columns of a start that laid out cells of two versions."""
-    experts = plan.spec.experts
-    cells = [experts] * plan.spec.layers  # every expert is resident in one of them
-    if isinstance(plan.mixed, PagedSpec):
-        cells = plan.mixed.cells.sum(axis=1).tolist()
-    slots = plan.budget.slots - plan.budget.kv_slots
-    return grant_columns(cells, experts, slots * plan.steps.layout.slot_bytes)
-
-
 class TraceBench:
     """Routing without a model in the place of an engine.
 
@@ -391,8 +384,8 @@ def _place(cell: Cell) -> Place:
     return cell.text, cell.batch, cell.prompt_tokens, cell.seed
 
 
-def _trace_name(cell: Cell, arrays: frozenset[str]) -> str:
-    parts = cell.driver, *sorted(arrays), cell.precision, f"batch{cell.batch}"
+def _trace_name(cell: Cell, precision: str, arrays: frozenset[str]) -> str:
+    parts = cell.driver, *sorted(arrays), precision, f"batch{cell.batch}"
     parts = *parts, f"prompt{cell.prompt_tokens}", cell.text, f"seed{cell.seed}"
     return "-".join([*parts, *([] if cell.link_rate == NO_LINK else [cell.link_rate])]).replace(
         "/", "-"

@@ -4,11 +4,13 @@ would have taken."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Spec
+from host_offload.control.paging import PagedSpec
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import Simulation, simulate
@@ -17,9 +19,10 @@ from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
 from moejax.evaluate.experiments.arms import Arm
 from moejax.evaluate.experiments.definition import NO_LINK, Cell
-from moejax.evaluate.experiments.terms import Terms
+from moejax.evaluate.experiments.terms import Terms, grant_columns
 from moejax.evaluate.experiments.workload import KINDS, count_columns, transfer_columns
 from moejax.sizes import parse_rate
+from moejax.start.decide.start_plan import StartPlan
 
 
 def count_cell(
@@ -60,6 +63,48 @@ def count_cell(
         "tokens_per_s": told.tokens_per_s,
         "stall_share": told.stall_share,
         "stall_bound_share": told.stall_bound_share,
+    }
+
+
+VERSION_COLUMNS = (
+    *("hi", "lo", "absent", "promotions", "demotions", "deferred"),
+    *("promoted_bytes", "demoted_bytes", "budget_bytes", "peak_bytes"),
+)
+"""Columns of experts in two versions: how many are in which, and the result of transitions."""
+
+
+def mixed_columns(plan: StartPlan) -> dict[str, Any]:
+    """Returns the columns of a start that laid out cells of two versions."""
+    experts = plan.spec.experts
+    cells = [experts] * plan.spec.layers  # every expert is resident in one of them
+    if isinstance(plan.mixed, PagedSpec):
+        cells = plan.mixed.cells.sum(axis=1).tolist()
+    slots = plan.budget.slots - plan.budget.kv_slots
+    return grant_columns(cells, experts, slots * plan.steps.layout.slot_bytes)
+
+
+def count_mixed(plan: StartPlan, trace: Trace) -> dict[str, Any]:
+    """Returns the columns of a simulated cell with two versions.
+
+    - `plan`: of a start with both.
+    - `trace`: of dense experts. Quantized ones would route a little differently.
+    """
+    began = time.perf_counter()
+    cells = plan.mixed if isinstance(plan.mixed, PagedSpec) else None
+    asked: dict[str, Any] = {"spec": plan.spec, "driver": "device", "cells": cells}
+    found = simulate(trace, policies=plan.settings.policies, **asked)
+    control: Mapping[str, Any] = found.control or {}
+    versions = control.get("precision") or {}
+    columns = _counts(found, plan.spec)
+    assert found.bytes is not None  # the plan says what versions take
+    for kind in KINDS:
+        columns[f"{kind}_bytes"] = int(found.bytes[found.of_kind(kind)].sum())
+    return {
+        **mixed_columns(plan),
+        **columns,
+        **transfer_columns(control.get("transfers") or {}),
+        **{name: versions[name] for name in VERSION_COLUMNS if name in versions},
+        "wall_s": time.perf_counter() - began,
     }
 
 

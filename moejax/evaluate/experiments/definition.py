@@ -13,7 +13,8 @@ from typing import Any
 from host_offload.memory.budget import BudgetError
 from moejax.costs.hardware import is_stated
 from moejax.errors import UserError, shown, user_errors
-from moejax.evaluate.experiments.arms import Arm, file_digest, read_arm
+from moejax.evaluate.experiments.arms import Arm, read_arm
+from moejax.evaluate.experiments.policy_file import file_digest
 from moejax.evaluate.experiments.sources.conversations import (
     Prices,
     SessionKind,
@@ -25,6 +26,7 @@ from moejax.evaluate.experiments.sources.precisions import Mix, read_mix
 from moejax.evaluate.experiments.terms import Terms
 from moejax.models.json_values import is_integer, is_number, parse_yaml, read_yaml_mapping
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import read_transfers
 from moejax.start.options import Config, refuse_cache_aware
 from moejax.start.provenance import files_of, weights_of
@@ -273,7 +275,7 @@ class Experiment(Definition):
         for arm in self.arms.values():
             files |= {Path(path).name: digest for path, digest in arm.files}
         for mix in self.mixes.values():
-            files |= {path.name: file_digest(path) for path in mix.files}
+            files |= {Path(path).name: digest for path, digest in mix.files}
         if not self.drawn:
             files |= files_of(self.options)
             weights = weights_of(self.model, self.options.get("step"))
@@ -340,9 +342,12 @@ class Experiment(Definition):
             extra |= {bound, (cell.precision, budget)}
             group = self._group_of(cell)
             for run in runs:
-                if mixed:
-                    group = dataclasses.replace(group, budget=cell.budget, run=run)
-                found.setdefault(group, []).append(run)
+                place = group
+                if mixed and run[0].mode == "simulated":
+                    place = dataclasses.replace(group, precision="dense")
+                elif mixed:
+                    place = dataclasses.replace(group, budget=cell.budget, run=run)
+                found.setdefault(place, []).append(run)
         for runs in found.values():
             runs.sort(key=lambda run: (_ORDER.index(run[0].mode), run[1]))  # stable
         return found
@@ -368,6 +373,12 @@ class Experiment(Definition):
         arms = self.arms.values()
         slots = max(terms.slots(budget, arm) for budget in self.budgets for arm in arms)
         return self._options(group, slots * terms.slot_bytes)
+
+    def mixed_plan(self, cell: Cell) -> StartPlan:
+        """Returns the plan of a start of a cell with two versions of experts."""
+        arrays: frozenset[str] = frozenset()
+        group = Group("device", cell.precision, cell.link_rate, cell.batch, arrays, cell.budget)
+        return dry_run(self.engine_options(group))[0]
 
     def _options(self, group: Group, expert_bytes: int) -> Config:
         longest = max(self.prompt_tokens) + self.output_tokens
@@ -575,8 +586,8 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
     for name in filter(asked.is_mixed, asked.precision):
         two = f"precision {name} holds experts in two versions"
         yield (
-            asked.modes != ("measured",),
-            f"{two}, which are measured only; write modes: [measured]",
+            "predicted" in asked.modes,
+            f"{two}, whose times are measured only; write modes: [measured, simulated]",
         )
         yield (
             any(policy.moments for policy in asked.arms[str(asked.baseline)].policies),

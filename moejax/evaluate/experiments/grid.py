@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import os
 import platform
 import secrets
+import subprocess
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from moejax.evaluate.experiments.records import (
     RECORDS,
     SESSIONS,
     Records,
+    note_total,
     open_records,
     read_results,
     require_same,
@@ -77,6 +80,7 @@ def ablate(
         groups = experiment.runs()
         left = select_left(groups, done)
         total = sum(map(len, groups.values()))
+        note_total(root, total)
         begun = total - sum(map(len, left.values()))
         with count_progress("runs", total, begun, progress) as report:
             counted = itertools.count(begun + 1)
@@ -160,7 +164,8 @@ def _benches(
         for group in groups:
             yield group, bench
         return
-    for precision in experiment.precision:
+    # Two versions are simulated on the routing of dense experts.
+    for precision in dict.fromkeys((*experiment.precision, "dense")):
         chosen = [group for group in groups if group.precision == precision]
         if not chosen:
             continue
@@ -183,11 +188,38 @@ def _session(session: str, group: Group, started: Mapping[str, Any]) -> dict[str
         "arrays": sorted(group.arrays),
         **started,
         "machine": f"{platform.node()}: {platform.platform()}, {os.cpu_count()} CPUs",
+        "processor": _processor(),
         "versions": {
             "python": platform.python_version(),
             **{name: installed_version(name) for name in VERSIONS},
+            "commit": _commit(),
         },
     }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        return next(names, platform.machine())
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _commit() -> str:
+    """Returns the commit of the checkout that moejax runs from, with "+" if files differ from it;
+    "installed" without a checkout."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return "installed"
+    git = ["git", "-C", str(root)]
+    try:
+        commit, changed = (
+            subprocess.run([*git, *rest], capture_output=True, text=True, check=True).stdout
+            for rest in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.strip() + ("+" if changed else "")
 
 
 def learn(experiment: Experiment, traces: Path) -> Experiment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -70,6 +71,8 @@ class Records:
     """A flat record of each run: plain values by column."""
     sessions: Sequence[Line]
     """Starts of engines: machine, versions, what was compiled."""
+    total: int = 0
+    """Runs of the whole grid; 0: unknown."""
 
     def of_mode(self, mode: str) -> list[Line]:
         """Returns the records without an error of one mode: measured, simulated, predicted, priced,
@@ -132,6 +135,7 @@ class Records:
         pairs = {
             place: all(row[name] == simulated[place][name] for name in COUNTS)
             for row in self.of_mode("measured")
+            if "hi" not in row  # simulated on the routing of dense experts
             if (place := _place(row)) in simulated
         }
         return len(pairs), sum(pairs.values())
@@ -164,6 +168,8 @@ def _median(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _notes(records: Records) -> Iterator[str]:
     asked, rows = records.asked, records.of_mode("measured")
+    if len(records.rows) < records.total:
+        yield f"{len(records.rows)} of {records.total} runs are done; moejax ablate does the others"
     if failures := records.failures:
         yield f"{len(failures)} of {len(records.rows)} runs failed; their rows say why"
     if rows and asked["repeats"] < LEAST_REPEATS:
@@ -187,8 +193,7 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"
     for policy in sorted(_below_min(records)):
         yield f"{policy} moved less than MIN, which cannot be: report a bug"
-    if len({session["machine"] for session in records.sessions}) > 1:
-        yield "sessions ran on several machines; times are compared within a session only"
+    yield from _mixed_sessions(records)
     on_cpu = any(session["platform"] == "cpu" for session in records.sessions)
     if on_cpu and any(row["link_rate"] == "none" for row in rows):
         yield (
@@ -197,6 +202,23 @@ def _notes(records: Records) -> Iterator[str]:
         )
     if any(row["compiled"] for row in rows):
         yield "some runs compiled; their times are no times of a step"
+
+
+def _mixed_sessions(records: Records) -> Iterator[str]:
+    """Yields in what the sessions differ, with the runs of each, since a grid may go on elsewhere
+    or after an update."""
+    runs = collections.Counter(row["session"] for row in records.rows)
+    facts = [
+        {**{name: one.get(name) for name in ("machine", "processor")}, **one["versions"]}
+        for one in records.sessions
+    ]
+    for name in dict.fromkeys(name for fact in facts for name in fact):
+        count: collections.Counter[str] = collections.Counter()
+        for session, fact in zip(records.sessions, facts, strict=True):
+            count[str(fact.get(name))] += runs[session["session"]]
+        if len(count) > 1:
+            said = ", ".join(f"{value} ({n} runs)" for value, n in count.items())
+            yield f"runs differ in {name}: {said}; times are compared within a session only"
 
 
 def _below_min(records: Records) -> set[str]:
@@ -235,7 +257,37 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
         read_line_file(path, functools.partial(_parse, path))
         for path in (root / RECORDS, root / SESSIONS)
     )
-    return Records(root, asked, rows, sessions)
+    return Records(root, asked, rows, sessions, asked.pop(TOTAL, 0))
+
+
+def merge_results(parts: Sequence[Records]) -> Records:
+    """Returns the records of several directories as one grid: their axes together, runs that
+    several have once.
+
+    Raises UserError if they differ in more than the axes that a grid may grow along, if a file
+    differs, or if the counts of the same run do.
+    """
+    first = parts[0]
+    asked, rows = dict(first.asked), {tuple(row[k] for k in KEYS): row for row in first.rows}
+    for part in parts[1:]:
+        where = f"{first.directory} and {part.directory} are no parts of one grid: "
+        if names := _other_keys(asked, part.asked):
+            raise UserError(f"{where}they differ in {', '.join(names)}")
+        files = part.asked["files"]
+        for name in asked["files"].keys() & files.keys():
+            if asked["files"][name] != files[name]:
+                raise UserError(f"{where}{name} is another file in each")
+        for name in GROWING:
+            asked[name] = list(dict.fromkeys([*asked[name], *part.asked[name]]))
+        asked["files"] = {**asked["files"], **files}
+        asked["repeats"] = max(asked["repeats"], part.asked["repeats"])
+        for row in part.rows:
+            same = rows.setdefault(tuple(row[k] for k in KEYS), row)
+            if differing := [k for k in row if k not in UNEQUAL and row[k] != same.get(k)]:
+                raise UserError(f"{where}a run of {row['policy']!r} differs in {differing[0]}")
+    left = sum(max(part.total - len(part.rows), 0) for part in parts)
+    sessions = [session for part in parts for session in part.sessions]
+    return Records(first.directory, asked, list(rows.values()), sessions, len(rows) + left)
 
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
@@ -252,11 +304,35 @@ GROWING = ("policies", "budgets", "seeds", "link_rate", "modes", "routing")
 """Axes of a grid that may get more values once it has records, which stay right."""
 
 
+TOTAL = "runs"
+"""The key beside a definition's that says how many runs it has."""
+
+
+def note_total(directory: Path, total: int) -> None:
+    """Writes the number of a grid's runs beside its definition, so that a report of a part says
+    so."""
+    asked = json.loads((directory / DEFINITION).read_text())
+    if asked.get(TOTAL) != total:
+        _write_definition(directory, {**asked, TOTAL: total})
+
+
+def _write_definition(directory: Path, asked: Mapping[str, Any]) -> None:
+    path = directory / DEFINITION
+    written = path.with_suffix(".new")  # a killed run may have left it
+    written.write_text(json.dumps(asked, indent=1) + "\n")
+    os.replace(written, path)
+
+
+def _other_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the keys in which two definitions differ, but for those that may grow."""
+    fixed = {*one, *other} - {*GROWING, "repeats", "files", TOTAL}
+    return sorted(name for name in fixed if one.get(name) != other.get(name))
+
+
 def _grown(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a definition asks for all runs of another one, and for more."""
-    fixed = {*before, *now} - {*GROWING, "repeats", "files"}
     return (
-        all(before.get(name) == now.get(name) for name in fixed)
+        not _other_keys(before, now)
         and all({*before[name]} <= {*now[name]} for name in GROWING)
         and before["repeats"] <= now["repeats"]
         and before["files"].items() <= now["files"].items()
@@ -268,37 +344,39 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
     of this grid. Otherwise raises UserError unless it has the same definition, saying what
     differs."""
     path, now = directory / DEFINITION, json.loads(json.dumps(asked))
-    written = path.with_suffix(".new")  # a killed run may have left it
-
-    def write() -> None:
-        written.write_text(json.dumps(now, indent=1) + "\n")
-        os.replace(written, path)
-
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            if others := sorted(p.name for p in directory.iterdir() if p != written):
+            if others := sorted(
+                p.name for p in directory.iterdir() if p != path.with_suffix(".new")
+            ):
                 raise UserError(
                     f"{directory} is no directory of results, it has {shown(others[0])}; choose "
                     "another --output"
                 )
-            return write()
+            return _write_definition(directory, now)
         before = dict(json.loads(path.read_text()))
+        before.pop(TOTAL, None)
         if before != now:
             with open_records(directory / RECORDS) as records:
                 if not records.lines or _grown(before, now):
-                    return write()
+                    return _write_definition(directory, now)
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} cannot be read or written: {error}") from None
     differing = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if differing:
-        said = "; ".join(
-            f"{name} was {shown(before.get(name), 200)} and is {shown(now.get(name), 200)}"
-            for name in differing
-        )
+        said = "; ".join(_tell_difference(name, before, now) for name in differing)
         raise UserError(
             f"{directory} has results of another experiment: {said}. Give the same, or choose "
             "another --output"
         )
+
+
+def _tell_difference(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    old, new = before.get(name), now.get(name)
+    if name == "files" and isinstance(old, dict) and isinstance(new, dict):
+        names = sorted(file for file in {*old, *new} if old.get(file) != new.get(file))
+        return f"changed since then: {', '.join(names)}"
+    return f"{name} was {shown(old, 200)} and is {shown(new, 200)}"

@@ -30,7 +30,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         return "experts in files are computed in cells, or read through"
     if precision.in_transit:
         return f"precision {precision.name} decodes experts into cells"
-    if precision.policy is not None or precision.paged:
+    if precision.spares or precision.paged:
         return f"precision {precision.name} moves experts between cells"
     if steps.window:
         return "driver stream computes experts in a window of two layers"

@@ -285,7 +285,7 @@ def test_a_slot_that_is_given_away_too_early_is_found():
 
 def test_policies_that_page_are_refused():
     spec = spec_for(resident([[1], [1], [1]], 4, capacity=(2, 3)))
-    for field in ("stages", "cells"):
+    for field in ("stages", "cells", "fill_version"):
         policy = scripted(lambda seen: Decision(), writes={field}, moments={Moment.STEP_END})
         with pytest.raises(PolicyError, match=f"writes '{field}', and every expert is resident"):
             Controller(spec, [policy])

@@ -719,6 +719,11 @@ def test_the_progress_bar(monkeypatch, capsys):
     with count_progress("generating", 8, 3, False, lambda: 0) as report:
         report(5)
     assert capsys.readouterr().err == ""
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr("moejax.progress.LINE_S", 0.0)
+    with count_progress("runs", 98, 3, True) as report:  # no terminal: lines
+        report(4)
+    assert re.fullmatch(r"runs: 4 of 98, about \d+ min left\n", capsys.readouterr().err)
 
 
 # ---- with the embedded model

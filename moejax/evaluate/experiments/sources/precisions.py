@@ -6,10 +6,28 @@ import dataclasses
 import re
 from pathlib import Path
 
+from host_offload.control.rules import check_policies
+from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import count_selections, mean_selections
-from host_offload.policies.precision.precision_names import Precision, precision_of
+from host_offload.policies.precision.precision_names import (
+    MIXED_SETTINGS,
+    Precision,
+    precision_of,
+)
+from host_offload.policies.registry import setting_readers
 from host_offload.traces.reader import Trace
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError, as_user_error, user_errors
+from moejax.evaluate.experiments.policy_file import (
+    digests_of,
+    file_digest,
+    find_class,
+    load_module,
+    record_reads,
+)
+from pallas_kernels.option_text import parse_pairs
+
+VERSION_WRITES = ("transitions", "fill_version")
+"""Decisions that change which version an expert has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +40,8 @@ class Mix:
     random."""
     learns: str | None = None
     """What it learns from a trace of the texts' training part: `map` or `scores`."""
-    files: tuple[Path, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    """Files that it was read from, with their SHA-256."""
 
     def teach(self, trace: Trace) -> Mix:
         """Returns this precision with what `trace` teaches. Raises UserError for a trace that
@@ -35,7 +54,7 @@ class Mix:
                 hot = count_selections(trace)
                 found = dataclasses.replace(found, name="map", seed=None, hot=hot)
             else:
-                assert found.policy is not None
+                assert isinstance(found.policy, DynaExq)
                 scores = mean_selections(trace, found.policy.interval)
                 policy = dataclasses.replace(found.policy, scores=scores)
                 found = dataclasses.replace(found, policy=policy)
@@ -44,13 +63,16 @@ class Mix:
 
 def read_mix(text: str, home: Path) -> Mix:
     """Returns the precision that `text` names, as --precision takes it. With map=train, those
-    experts are high that the texts' training part selects most; dynaexq takes scores=train.
+    experts are high that the texts' training part selects most; dynaexq takes scores=train. A
+    policy of one's own is FILE.py:CLASS, with its settings and those of a mix (hi, lo, spares …).
 
     - `home`: where relative files are.
 
     Raises UserError for other text.
     """
     where, learns, files = f"precision {text!r}: ", None, []
+    if text.partition(",")[0].rpartition(":")[0].endswith(".py"):
+        return _read_own(text, home, where)
 
     def find(match: re.Match[str]) -> str:
         files.append((home / match[2]).resolve())
@@ -67,4 +89,30 @@ def read_mix(text: str, home: Path) -> Mix:
             f"{where}hi_share and a grid's budgets both say how many experts are high; leave "
             "hi_share out"
         )
-    return Mix(text, found, learns, tuple(files))
+    return Mix(text, found, learns, tuple((str(path), file_digest(path)) for path in files))
+
+
+def _read_own(text: str, home: Path, where: str) -> Mix:
+    """Returns the precision of a policy in a file of the user."""
+    name, *pairs = text.split(",")
+    place, _, class_name = name.rpartition(":")
+    ours = [pair for pair in pairs if pair.partition("=")[0] in MIXED_SETTINGS]
+    module = load_module((home / place).resolve(), where)
+    made = find_class(module, class_name, where)
+    with user_errors(where=where):
+        mixed = precision_of(",".join(["random", *ours]))
+        settings = parse_pairs(
+            name, ",".join(pair for pair in pairs if pair not in ours), setting_readers(made)
+        )
+    with as_user_error(f"{where}{name} fails"), record_reads() as reads:
+        policy = made(**settings)
+    with user_errors(where=where):
+        check_policies((policy,), "host")
+        if policy.writes.isdisjoint(VERSION_WRITES):
+            raise UserError(
+                f"{class_name} writes neither of {' and '.join(VERSION_WRITES)}, so that no "
+                "version would change; name it under policies"
+            )
+    spares = mixed.spares if mixed.paged else mixed.spares or 1
+    precision = dataclasses.replace(mixed, name=name, seed=None, policy=policy, spares=spares)
+    return Mix(text, precision, files=tuple(digests_of(module, reads).items()))

@@ -1,13 +1,35 @@
 """What a definition may say, and that each mistake in it is refused with what to write."""
 
+import json
 import sys
 
+import numpy as np
 import pytest
 
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Group, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
+from moejax.evaluate.experiments.grid import ablate, learn
+
+LEARNER = """
+import dataclasses, pathlib
+import numpy as np
+from helper import SCALE
+from mine import Mine
+
+@dataclasses.dataclass(frozen=True)
+class Learner(Mine):
+    hot: int = -1
+    scale: float = SCALE
+    file: str = "data.npy"
+
+    def __post_init__(self):
+        assert np.load(pathlib.Path(__file__).with_name(self.file)).sum() == 6
+
+def fit(trace, count: int = 1):
+    return Learner(count=count, hot=trace.header.experts)
+"""
 
 SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
 
@@ -126,6 +148,8 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"link_rate": ["none", "none"]}, "link_rate has a value twice"),
         ({"policies": ["promoe=x,a=1"]}, "promoe=PATH, which has its own settings, has no setting"),
         ({"policies": ["promoe=none.npz"]}, "none.npz"),
+        ({"policies": ["mine.py:Mine=train"]}, "Mine cannot learn: it needs fit(trace)"),
+        ({"policies": ["mine.py:Mine=file"]}, "unknown policy 'mine.py:Mine=file'"),
         ({"policies": ["fate=train"]}, "unknown policy 'fate=train'; write one of"),
         ({"policies": ["expertflow=train,tree=1"]}, "'tree=1', did you mean 'trees'?"),
         ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
@@ -149,8 +173,8 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"driver": "both"}, "driver is one of auto, device, host"),
         ({"baseline": "fifo"}, "baseline 'fifo' is none of the policies; write one of lru, lfu"),
         (
-            {"precision": "dynaexq", "modes": ["simulated"]},
-            "which are measured only; write modes: [measured]",
+            {"precision": "dynaexq", "modes": ["predicted"]},
+            "whose times are measured only; write modes: [measured, simulated]",
         ),
         (
             {"precision": "dynaexq", "policies": ["random"]},
@@ -270,3 +294,30 @@ def test_conversations_can_be_written_again():
     assert {cell.mode for cell in found.cells()} == {"priced"}
     with pytest.raises(UserError, match="unknown policy 'mv_wsa'"):
         read_experiment(SMALL | {"policies": ["mv_wsa"]})
+
+
+def test_a_policy_of_ones_own_learns_and_is_bound_to_all_its_files(home):
+    (home / "learner.py").write_text(LEARNER)
+    (home / "helper.py").write_text("from deeper import SCALE\n")
+    (home / "deeper.py").write_text("SCALE = 2.0\n")
+    np.save(home / "data.npy", np.arange(4))
+    policies = ["lru", "learner.py:Learner=train,count=3", "learner.py:Learner"]
+    grid = {"policies": policies, "routing": ["zipf,layers=2,experts=8,top_k=2"]}
+    grid |= {"budgets": ["50%"], "modes": ["simulated"], "prompt_tokens": 8, "output_tokens": 4}
+    (home / "grid.yaml").write_text(json.dumps(grid))
+    files = {"learner.py", "mine.py", "helper.py", "deeper.py", "data.npy"}
+    assert read_experiment(home / "grid.yaml").asked["files"].keys() == files
+
+    taught = learn(read_experiment(home / "grid.yaml"), home / "traces").arms[policies[1]].policies
+    assert (taught[0].count, taught[0].hot, taught[0].scale) == (3, 8, 2.0)
+    assert not ablate(home / "grid.yaml", home / "out", progress=False).failures
+    for change in ("deeper.py", "data.npy"):
+        before = (home / change).read_bytes()
+        if change == "data.npy":
+            np.save(home / change, np.array([1, 5]))
+        else:
+            (home / change).write_text("SCALE = 2.0  # or not\n")
+        with pytest.raises(UserError, match=f"another experiment: changed since then: {change}\\."):
+            ablate(home / "grid.yaml", home / "out", progress=False)
+        (home / change).write_bytes(before)
+    ablate(home / "grid.yaml", home / "out", progress=False)

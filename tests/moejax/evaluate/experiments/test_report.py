@@ -30,6 +30,8 @@ ASKED = {
     "texts": ["math"],
     "precision": ["dense"],
     "routing": [],
+    "link_rate": ["none"],
+    "modes": ["measured"],
     "output_tokens": 3,
     "seeds": [0],
     "repeats": 6,
@@ -158,9 +160,42 @@ def test_what_a_reader_must_know(records):
     other = SESSION | {"machine": "elsewhere"}
     found = dataclasses.replace(records, rows=rows, asked=asked, sessions=[SESSION, other])
     said = "\n".join(found.notes())
-    for note in ("repeats: 3", "1 of 10 seeds", "report a bug", "compiled", "several machines"):
+    for note in (
+        "repeats: 3",
+        "1 of 10 seeds",
+        "report a bug",
+        "compiled",
+        "runs differ in machine",
+    ):
         assert note in said
     assert sum(line.get("counts_differ", False) for line in found.summary()) == 1
+
+
+def test_parts_of_a_grid_have_one_report(records, tmp_path, capsys):
+    def written(name, policy, asked=None, **change):
+        part = tmp_path / name
+        part.mkdir()
+        rows = [row | change for row in records.rows if row["policy"] in ("MIN", "lru", policy)]
+        asked = {**ASKED, "policies": ["lru", policy], "runs": len(rows) + 5, **(asked or {})}
+        (part / "experiment.json").write_text(json.dumps(asked))
+        (part / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (part / "sessions.jsonl").write_text(json.dumps(SESSION) + "\n")
+        return str(part)
+
+    mine = written("mine", "dir/mine.py:Mine")
+    fewer = written("fewer", "fifo")
+    out = tmp_path / "out"
+    assert cli.main(["report", fewer, mine, "--output", str(out)]) == 0
+    said = (out / "report.md").read_text()
+    assert f"{len(records.rows)} of {len(records.rows) + 10} runs are done" in said
+    assert "dir/mine.py:Mine" in said and "policies:\n- lru\n- fifo\n- dir/mine.py:Mine" in said
+    for other, message in (
+        (written("model", "fifo", {"model": "tri"}), "no parts of one grid: they differ in model"),
+        (written("file", "fifo", {"files": {"mine.py": "0"}}), "mine.py is another file in each"),
+        (written("counts", "lru", decode_fills=9), "a run of 'MIN' differs in decode_fills"),
+    ):
+        assert cli.main(["report", mine, other]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_table_has_marks_intervals_and_bounds(records):

@@ -1,10 +1,14 @@
 """Experts in two versions within a grid: equal bytes, what was learned, a run over all texts."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 
 import moejax
 from moejax import LLM
+from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.tables import tables_of
@@ -125,3 +129,67 @@ def test_the_report_compares_precisions(mixed):
     # A grid that goes on starts nothing and scores nothing.
     again = moejax.ablate(GRID, mixed.directory, progress=False)
     assert (again.rows, again.sessions) == (mixed.rows, mixed.sessions)
+
+
+OWN = """
+import dataclasses
+from host_offload.control.interface import Decision, Moment, Transition
+
+@dataclasses.dataclass(frozen=True)
+class Promote:
+    '''Wants the experts that one step's first layer used most in the high version.'''
+    count: int = 1
+    interval: str = "16 tokens"
+    moments: frozenset = frozenset({Moment.INTERVAL})
+    needs: frozenset = frozenset({"counts", "version"})
+    writes: frozenset = frozenset({"transitions"})
+    def init(self, spec): return None
+    def decide(self, state, observation):
+        high = [int(e) for e in (observation.version[0] == 0).nonzero()[0]]
+        hot = [int(e) for e in (-observation.counts[0]).argsort(kind="stable")[: self.count]]
+        moved = [Transition(0, e, 1) for e in high if e not in hot]
+        moved += [Transition(0, e, 0) for e in hot if e not in high]
+        return state, Decision(transitions=tuple(moved))
+
+@dataclasses.dataclass(frozen=True)
+class Idle(Promote):
+    writes: frozenset = frozenset()
+"""
+
+
+@pytest.mark.slow
+def test_a_precision_policy_of_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"own.py:Promote,{MIX},spares=2,count=3"
+    grid = {"policies": ["lru"], "precision": [name], "budgets": ["int8"], "repeats": 1}
+    grid["modes"] = ["measured", "simulated"]
+    grid |= {"prompt_tokens": 40, "output_tokens": 24, "options": {"max_num_batched_tokens": 64}}
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
+    found = moejax.ablate(tmp_path / "grid.yaml", tmp_path / "out", progress=False)
+    for row in found.rows:
+        assert row["error"] is None and row["promotions"] >= 3
+        assert row["hi"] == 3 and row["lo"] == 61
+    measured, simulated = found.rows
+    assert (measured["mode"], simulated["mode"]) == ("measured", "simulated")
+    for name in ("prefill_steps", "decode_steps", "decode_misses", "cells_least", "expert_bytes"):
+        assert simulated[name] == measured[name], name
+    assert simulated["decode_bytes"] == pytest.approx(measured["decode_bytes"], rel=0.5)
+    assert "own.py" in found.asked["files"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("own.py:Idle", "writes neither of transitions and fill_version"),
+        ("own.py:Promote,counts=1", "did you mean 'count'"),
+        ("own.py:Promote,hi=int4,lo=int8", "hi=int4 must have more bytes"),
+        ("own.py:Promote,paged=true,spares=1", "spares does not apply with paged=true"),
+        ("own.py:Absent", "has no class Absent; it has Idle, Promote"),
+        ("none.py:Promote", "there is no file"),
+        ("random,step_bytes=1", "add spares=1"),
+    ],
+)
+def test_a_precision_policy_is_refused_by_name(tmp_path, text, said):
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_mix(text, tmp_path)
