@@ -67,11 +67,12 @@ def run(
     given = {name: value for name, value in given.items() if value is not None}
     begin, said, killed = time.monotonic(), 0.0, False
     with out.open("wb") as stdout, err.open("wb") as stderr:
+        bound, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # the bound is the campaign's own
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=given
         )
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.prlimit(process.pid, resource.RLIMIT_DATA, (most, most))  # not the campaign's
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, most))
         while process.poll() is None:
             if time.monotonic() - said > SAY_S:
                 scene.began(what)
@@ -375,7 +376,11 @@ def attack_places(scene: Scene) -> None:
         "a slow input": _slow(source),
         "few descriptors": ["prlimit", f"--nofile={pick(rng, (64, 128))}"],
         "a limit of file sizes": ["prlimit", f"--fsize={pick(rng, (2500, 4000))}"],
-        "another user": ["setpriv", "--reuid=65534", "--clear-groups"],
+        # Who may read all, so that Python and the model are found, and owns nothing.
+        "another user": [
+            *("setpriv", "--reuid=65534", "--clear-groups"),
+            *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+        ],
         "a memory cgroup": _in_cgroup(
             groups["a memory cgroup"], "memory.limit_in_bytes", str(most)
         ),
@@ -399,6 +404,8 @@ def attack_places(scene: Scene) -> None:
         command = [word.replace(str(output), str(shared / "noexec.jsonl")) for word in command]
         output = shared / "noexec.jsonl"
     home = {"HOME": str(folder)} if place == "another user" else {}
+    if home and rng.random() < 0.7:
+        os.chown(folder, 65534, -1)
     if group := groups.get(place):
         group.mkdir(exist_ok=True)
     before = len(scene.faults)
