@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -146,6 +147,8 @@ class Engine:
         """
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
+        if params.max_tokens is None:
+            params = dataclasses.replace(params, max_tokens=self._room(prompt))
         with self.undisturbed():
             number = next(self._requests)
             # An unseeded request draws by the engine's seed and its own number.
@@ -197,7 +200,15 @@ class Engine:
                 "log-probabilities of a prompt need all of it computed, and a session's turn takes "
                 "over what is there; leave out session_id or prompt_logprobs"
             )
-        self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
+        most = self._room(prompt) if params.max_tokens is None else params.max_tokens
+        self.scheduler.check(
+            len(prompt), 0 if targets is not None else max(most, params.min_tokens)
+        )
+
+    def _room(self, prompt: Sequence[int]) -> int:
+        """Returns the tokens that the context leaves room for. Not the KV budget, on which no text
+        depends."""
+        return max(self.scheduler.max_model_len - len(prompt), 1)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Takes requests out. Their rows and pages are free at once, or at the end of the step if

@@ -57,6 +57,18 @@ def is_hub_id(model: str | os.PathLike[str]) -> bool:
     return bool(found) and not pathlib.Path(str(model)).expanduser().exists()
 
 
+def at_revision(model: str | os.PathLike[str], revision: str) -> str:
+    """Returns the hub's model at a revision. Raises UserError for another model, and for one whose
+    name has a revision."""
+    found = is_hub_id(model) and _ID.fullmatch(str(model))
+    if not found or found[2] or not _ID.fullmatch(f"{found[1]}@{revision}"):
+        raise UserError(
+            f"revision {revision!r} is a branch, tag or commit of a model of the hub, NAME/NAME, "
+            f"and {str(model)!r} is none" + (" without one" if found else "")
+        )
+    return f"{found[1]}@{revision}" + (f":{found[3]}" if found[3] else "")
+
+
 def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
     """Downloads what a run reads of a hub's model: config, tokenizer, chat template and
     model*.safetensors. Returns the directory in the hub's cache (HF_HOME, HF_HUB_CACHE). Files in

@@ -54,14 +54,14 @@ class BoundedProcess:
             self._connect()
 
     def render(self, messages: list[dict[str, Any]], named: dict[str, Any]) -> str:
-        """Renders messages by the chat template, including the beginning of the answer.
+        """Renders messages by a chat template.
 
-        - `named`: more names of the template and their values.
+        - `named`: arguments of the function that renders, `chat_template` among them, and more
+          names of the template and their values.
 
         Raises UserError as encode does, and for messages that the template refuses.
         """
-        tokenizer = self._tokenizer
-        given = {"template": tokenizer.chat_template, "names": dict(tokenizer.special_tokens)}
+        given = {"names": dict(self._tokenizer.special_tokens)}
         return self._ask("render", given, [messages, named])
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
@@ -174,12 +174,7 @@ def serve(connection: Connection) -> None:
             text, special_tokens = work
             return known["tokenizer"].encode(text, add_special_tokens=special_tokens).ids
         messages, named = work
-        (text,), _ = render_jinja_template(
-            conversations=[messages],
-            chat_template=known["template"],
-            add_generation_prompt=True,
-            **(known["names"] | named),
-        )
+        (text,), _ = render_jinja_template(conversations=[messages], **(known["names"] | named))
         return text
 
     while True:

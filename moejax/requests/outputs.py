@@ -46,6 +46,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def since(self, before: CompletionOutput) -> CompletionOutput:
+        """Returns this sequence with only what an earlier state of it lacks."""
+        tokens = len(before.token_ids)
+        return dataclasses.replace(
+            self,
+            text=self.text[len(before.text) :],
+            token_ids=self.token_ids[tokens:],
+            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
@@ -97,3 +107,16 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, token id → Logprob of the token itself and the likeliest ones at its
     place; None for the first token. The whole is None if it was not requested."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was already in pages."""
+        return self.metrics.cached_tokens
+
+    def since(self, before: RequestOutput | None) -> RequestOutput:
+        """Returns this result with only the text, tokens and log-probabilities that an earlier one
+        lacks."""
+        if before is None:
+            return self
+        pairs = zip(self.outputs, before.outputs, strict=True)
+        return dataclasses.replace(self, outputs=[new.since(old) for new, old in pairs])

@@ -13,6 +13,7 @@ from moejax.errors import UserError, as_user_error, shown
 from moejax.requests.bounded_process import BoundedProcess
 from moejax.requests.request import Prompt
 from moejax.requests.tokenizer import is_plain
+from pallas_kernels.option_text import unknown
 
 if TYPE_CHECKING:
     from moejax.requests.tokenizer import Tokenizer
@@ -24,6 +25,12 @@ EncodedPrompt = tuple[str | None, list[int]]
 QUICK_TEXT = 1 << 15
 """Characters of a text that a plain tokenizer encodes within milliseconds, whatever they are."""
 
+
+_TEMPLATE_OPTIONS = ("chat_template", "add_generation_prompt", "continue_final_message")
+"""Keys beside messages that the function which renders them takes."""
+
+KEYS = ("prompt", "prompt_token_ids", "messages", "chat_template_kwargs", "tools")
+"""Keys of a prompt given as a mapping, beside _TEMPLATE_OPTIONS."""
 
 _TEMPLATE_ARGUMENTS = frozenset(
     (
@@ -54,10 +61,14 @@ class PromptEncoder:
         without a chat template, a mapping with none of the known keys, and prompts that take too
         much time or memory."""
         if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in (known := (*KEYS, *_TEMPLATE_OPTIONS)):
+                    raise UserError(unknown("key of a prompt", str(key)[:80], known))
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self._token_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                return None, self._encode(self._render(prompt), False)
+                text = self._render(prompt)
+                return text, self._encode(text, False)
             if prompt.get("prompt") is None:
                 raise UserError(
                     "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
@@ -94,6 +105,8 @@ class PromptEncoder:
 
     def _token_ids(self, prompt: Any) -> list[int]:
         try:
+            if isinstance(prompt, bytes | bytearray | memoryview):
+                raise TypeError
             given = itertools.islice(prompt, self._max_model_len + 1)
             return self._fitting([operator.index(token) for token in given])
         except TypeError:
@@ -127,7 +140,11 @@ class PromptEncoder:
 
     def _render(self, prompt: Mapping[str, Any]) -> str:
         messages, named = prompt["messages"], prompt.get("chat_template_kwargs") or {}
-        if self._tokenizer is None or self._bounded is None or not self._tokenizer.chat_template:
+        given = {name: prompt[name] for name in _TEMPLATE_OPTIONS if prompt.get(name) is not None}
+        template = given.setdefault(
+            "chat_template", getattr(self._tokenizer, "chat_template", None)
+        )
+        if self._tokenizer is None or self._bounded is None or not template:
             raise UserError(
                 f"{self._model} has no chat template; use generate() with a prompt, or add a "
                 "chat_template to its tokenizer_config.json"
@@ -137,11 +154,13 @@ class PromptEncoder:
             raise UserError(
                 f"chat_template_kwargs cannot {what}; it maps names of the chat template to values"
             )
+        _check_template_options(given)
         try:
             if not messages:
                 raise UserError("there are no messages; provide at least one")
             _refuse_other_media(messages)
-            named = dict(named) | ({"tools": prompt["tools"]} if prompt.get("tools") else {})
+            given |= {"tools": prompt["tools"]} if prompt.get("tools") else {}
+            named = {"add_generation_prompt": True, **named, **given}
             return self._bounded.render([dict(message) for message in messages], named)
         except Exception as error:
             # Templates refuse messages by raising. A template is a program from the checkpoint,
@@ -149,6 +168,19 @@ class PromptEncoder:
             raise UserError(
                 f"the chat template of {self._model} refuses these messages: {error}"
             ) from error
+
+
+def _check_template_options(given: Mapping[str, Any]) -> None:
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(given.get(name, False), bool):
+            raise UserError(f"{name} must be True or False, got {shown(given[name])}")
+    if not isinstance(given["chat_template"], str):
+        raise UserError(f"chat_template must be text, got {shown(given['chat_template'])}")
+    if given.get("continue_final_message") and given.get("add_generation_prompt", True):
+        raise UserError(
+            "continue_final_message goes on with the last message, where add_generation_prompt "
+            "begins a new one; set add_generation_prompt=False"
+        )
 
 
 def _refuse_other_media(messages: Any) -> None:
@@ -169,7 +201,9 @@ def list_of_prompts(given: Any) -> list[Prompt]:
     """A list of prompts: one prompt (text, ids or a mapping) becomes a list of one. Raises
     UserError for anything else."""
     prompts = given
-    if not isinstance(given, str | Mapping | Sequence | np.ndarray):
+    if not isinstance(given, str | Mapping | Sequence | np.ndarray) or isinstance(
+        given, bytes | bytearray | memoryview
+    ):
         raise UserError(f"prompts are text, token ids, or a list of them, not {shown(given)}")
     # Only the first one is looked at, since there may be very many.
     single = isinstance(prompts, str | Mapping) or (

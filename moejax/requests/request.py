@@ -19,8 +19,8 @@ from moejax.requests.token_rules import TokenRules
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids`, or `messages` and perhaps
-`chat_template_kwargs`, values of names in the chat template, and `tools`, a list as in OpenAI's
-API."""
+`chat_template_kwargs`, values of names in the chat template, `tools`, a list as in OpenAI's API,
+`chat_template`, `add_generation_prompt` and `continue_final_message`, as in `LLM.chat`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Request:
 
     @functools.cached_property
     def to_generate(self) -> int:
-        return 0 if self.targets is not None else self.params.max_tokens
+        return 0 if self.targets is not None else self.params.max_tokens or 0
 
     @property
     def prefill_done(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from moejax.errors import UserError, shown
 from moejax.requests.structured_outputs import StructuredOutputsParams
@@ -49,6 +51,40 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (vLLM's ``_SAMPLING_EPS``)."""
 
 
+OTHER_NAMES = {
+    "do_sample": "temperature=0 always takes the likeliest token",
+    "temp": "temperature is the randomness",
+    "repeat_penalty": "repetition_penalty is the factor",
+    **dict.fromkeys(
+        ("max_new_tokens", "max_length", "max_completion_tokens", "n_predict"),
+        "max_tokens is most tokens to generate",
+    ),
+    **dict.fromkeys(("best_of", "num_return_sequences"), "n is how many texts to generate"),
+}
+"""Names of transformers, llama.cpp and OpenAI for fields, and what to use here."""
+
+C = TypeVar("C")
+
+
+def _name_unknown(cls: type[C]) -> type[C]:
+    """Decorates a dataclass: its TypeError for an unknown name says which is meant."""
+    known = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def checked(self: C, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                instead = OTHER_NAMES.get(name)
+                hint = nearest(name, known) if instead is None else f"; {instead}"
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
+        make(self, *args, **given)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_name_unknown
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request. Names, defaults and ranges are vLLM's.
@@ -79,8 +115,8 @@ class SamplingParams:
     Stored as ascending pairs; an empty mapping becomes None."""
     seed: int | None = None
     """Seed of this request's draws, in [0, 2^32). None (or -1): the engine chooses one."""
-    max_tokens: int = 16
-    """Most tokens to generate."""
+    max_tokens: int | None = 16
+    """Most tokens to generate. None: as many as max_model_len leaves room for."""
     min_tokens: int = 0
     """Tokens to generate before the sequence may end, at most max_tokens. Until then
     end-of-sequence and stop tokens cannot be chosen, and stop strings do not count."""
@@ -133,7 +169,7 @@ class SamplingParams:
                 f"n must be 1 when using greedy sampling, got {self.n}: all would be equal; "
                 "raise temperature"
             )
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
                 f"{self.min_tokens}"
@@ -214,7 +250,7 @@ _RANGES = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "seed": _Range(-1, MAX_SEED, f"in [0, {MAX_SEED}]", optional=True),
-    "max_tokens": _Range(1, MAX_COUNT, "at least 1"),
+    "max_tokens": _Range(1, MAX_COUNT, "at least 1", optional=True),
     "min_tokens": _Range(0, MAX_COUNT, "greater than or equal to 0"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,

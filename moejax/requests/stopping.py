@@ -115,7 +115,8 @@ class Ending:
                 return Finish("stop", None)
             if token in self._stop_token_ids:
                 return Finish("stop", token)
-        return Finish("length", None) if self._count >= self._params.max_tokens else None
+        most = self._params.max_tokens
+        return Finish("length", None) if most is not None and self._count >= most else None
 
     def _decode(self, whole: bool) -> None:
         """Decodes the rest. whole: also bytes that do not form a whole character."""

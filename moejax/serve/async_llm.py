@@ -80,6 +80,7 @@ class AsyncLLM:
         session_id: str | None = None,
         priority: int = 0,
         last_only: bool = False,
+        delta: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates for one prompt; yields all text so far as tokens come, the last time with
         finished=True.
@@ -87,6 +88,8 @@ class AsyncLLM:
         - `prompt`, `sampling_params`, `session_id`, `priority`: as in `LLM.generate`.
         - `request_id`: repeated in the outputs, and used by `abort`. Default: a new one.
         - `last_only`: yield once, at the end; no time goes into the other outputs.
+        - `delta`: yield only the text, tokens and log-probabilities that are new, as vLLM does with
+          RequestOutputKind.DELTA.
 
         A reader that is slower than the engine gets the newest output and misses the ones before.
         Cancelling the task, closing the generator, or leaving an `async for` over it cancels the
@@ -106,6 +109,7 @@ class AsyncLLM:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
         # Made before the interpreter may end, which empties this module.
         finished, drop = False, partial(engine.drop, stream)
+        before: RequestOutput | None = None
         try:
             quick = session_id is None and self._llm.encoder.quick(prompt)
             quick = quick and params.structured_outputs is None
@@ -117,7 +121,8 @@ class AsyncLLM:
             while not finished:
                 output = await stream.next()
                 finished = output.finished
-                yield output
+                yield output.since(before) if delta else output
+                before = output
         finally:
             engine.streams.pop(stream.request_id, None)
             if not finished:

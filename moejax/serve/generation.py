@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moejax.engine.loop import Engine
-from moejax.errors import OutOfKV, UserError, as_user_error
+from moejax.errors import OutOfKV, UserError, as_user_error, user_errors
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, list_of_prompts, one_each
@@ -111,8 +111,10 @@ def run_all(
     for one in asked:
         if interrupted:
             return []
-        encoded.append(encode(one.prompt))
-        engine.check(encoded[-1][1], one.sampling_params, session_id=one.session_id)
+        where = f"prompts[{len(encoded)}]: " if len(asked) > 1 else ""
+        with user_errors(UserError, where):
+            encoded.append(encode(one.prompt))
+            engine.check(encoded[-1][1], one.sampling_params, session_id=one.session_id)
     ended = 0
     with in_engine(engine) as submissions:
         for prompt, one in zip(encoded, asked, strict=True):

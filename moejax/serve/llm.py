@@ -254,7 +254,8 @@ class LLM:
           device or, if room is needed, in host memory.
         - `priority`: one for all, or one for each; lower runs first, as in vLLM.
 
-        Raises UserError, before anything runs, if one of the requests could never run.
+        Raises UserError, before anything runs, if one of the requests could never run, with its
+        number; `generate_each` runs the others.
         """
         with deferred_interrupt() as interrupted, self._hold() as engine:
             params = self._sampling if sampling_params is None else sampling_params
@@ -331,6 +332,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         session_id: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -338,6 +344,12 @@ class LLM:
 
         - `messages`: a list of `{"role": …, "content": …}`, or a list of such lists. The
           tokenizer's chat template turns them into a prompt.
+        - `chat_template`: another template, as Jinja text.
+        - `add_generation_prompt`: end the prompt with the beginning of an answer.
+        - `continue_final_message`: go on with the last message; needs add_generation_prompt=False.
+        - `tools`: a list as in OpenAI's API, for the template.
+        - `chat_template_kwargs`: values of names in the template, such as
+          `{"enable_thinking": False}`.
 
         The other arguments are those of `generate`. Raises UserError if the model has no tokenizer
         or its tokenizer no chat template.
@@ -350,7 +362,14 @@ class LLM:
                 f"messages are a list of messages or of conversations, not {shown(messages)}"
             )
         one = isinstance(first, Mapping)
-        prompts: Any = [{"messages": m} for m in ([messages] if one else messages)]
+        more = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts: Any = [{"messages": m, **more} for m in ([messages] if one else messages)]
         return self.generate(
             prompts, sampling_params, use_tqdm, session_id=session_id, priority=priority
         )

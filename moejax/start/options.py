@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
+from moejax.models.hub import at_revision
 from moejax.sizes import Share, parse_expert_budget, parse_size
 from moejax.start.fields import Option, Read, changes_bits, group, optional, options_of, same_bits
 from moejax.start.option_values import (
@@ -338,6 +339,12 @@ class RuntimeOptions:
 class Keywords(RuntimeOptions, TransferOptions, PolicyOptions, MemoryOptions, ModelOptions):
     """The options as keywords of one call, for signatures."""
 
+    revision: str | None = changes_bits(
+        "branch, tag or commit of a model of the hub, as in NAME/NAME@REVISION",
+        default=None,
+        in_file=False,  # the model's name has it
+    )
+
 
 GROUPS: dict[str, type] = {
     "model": ModelOptions,
@@ -365,10 +372,11 @@ class Config:
     @classmethod
     def of(cls, model: str | os.PathLike[str], **given: Any) -> Config:
         """The options of LLM(model, KEYWORD=…). Raises TypeError for one that there is not."""
+        revision = given.pop("revision", None)
         for name in given:
             if name not in OPTIONS:
                 raise TypeError(unknown_option(name))
-        given["model"] = model
+        given["model"] = model if revision is None else at_revision(model, revision)
         return cls(**{place: kind(**_of(kind, given)) for place, kind in GROUPS.items()})
 
     def replace_options(self, **given: Any) -> Config:

@@ -11,6 +11,8 @@ _MODEL = "--model is a directory, a GGUF file or a Hub id"
 _TOKENS = "--max-tokens is most tokens to generate"
 
 OTHER_NAMES = {
+    "budget": "{expert_budget} is memory for experts such as 25%, {kv_budget} for KV, and {memory} "
+    "for both",
     "gpu_memory_utilization": "{memory} is bytes for experts and KV, such as 16GiB (default: what "
     "fits)",
     "tensor_parallel_size": f"one model runs on one device, and {_EXPERTS}",
@@ -44,7 +46,9 @@ OTHER_NAMES = {
 """What to use instead of a keyword or a flag that is no keyword; options of moejax are in braces.
 """
 
-_OPTIONS = ("memory", "expert_budget", "precision", "max_model_len", "max_num_seqs")
+_OPTIONS = (
+    *("memory", "expert_budget", "kv_budget", "precision", "max_model_len", "max_num_seqs"),
+)
 
 
 def use_instead(name: str, spell: Callable[[str], str] = str) -> str:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from moejax.errors import UserError
 from moejax.models.hub import is_hub_id
+from moejax.start.options import Config
 from tests.conftest import DEMO
 
 COMMIT = "a" * 40
@@ -279,5 +281,9 @@ def test_ids_and_paths(tmp_path, monkeypatch):
             assert is_hub_id(name)
         for path in ("demo", "/org/demo", "./org/demo", "a/b/c", "org/demo@", Path("org/demo")):
             assert not is_hub_id(path)
+        assert Config.of("org/demo:Q8_0", revision="v1").model.model == "org/demo@v1:Q8_0"
+        for model in ("demo", "org/demo@v2"):
+            with pytest.raises(UserError, match="'v1' is a branch, tag or commit of a model of"):
+                Config.of(model, revision="v1")
         (tmp_path / "org" / "demo").mkdir(parents=True)
         assert not is_hub_id("org/demo")

@@ -137,8 +137,14 @@ def test_more_than_one_sequence_needs_randomness():
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
+    for name, words in {
+        "temprature": "did you mean 'temperature'",
+        "best_of": "n is how many",
+        "max_new_tokens": "max_tokens is most",
+        "zzz": "SamplingParams has no field 'zzz'$",
+    }.items():
+        with pytest.raises(TypeError, match=words):
+            SamplingParams(**{name: 2})
 
 
 def test_a_models_sampling_defaults(tmp_path):

@@ -91,6 +91,17 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
         assert outputs[-1].prompt == whole.prompt
         assert outputs[-1].prompt_token_ids == whole.prompt_token_ids
     assert len(found[0]) > 1  # as they come, not at the end
+
+    async def pieces():
+        async with AsyncLLM(llm) as served:
+            return [o async for o in served.generate([7, 8, 9], params, delta=True)]
+
+    parts = [output.outputs for output in run(pieces())]
+    for i, whole in enumerate(plain[1].outputs):
+        mine = [part[i] for part in parts]
+        assert "".join(piece.text for piece in mine) == whole.text
+        assert [token for piece in mine for token in piece.token_ids] == whole.token_ids
+        assert [entry for piece in mine for entry in piece.logprobs] == whole.logprobs
     assert found[2][-1].prompt == "Once"
 
 

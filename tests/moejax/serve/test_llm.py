@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -124,7 +125,10 @@ def test_stats(llm):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"text": "x"}, "needs 'prompt', 'prompt_token_ids' or 'messages'"),
+        ({"promt": "x"}, r"^prompts\[1\]: unknown key of a prompt 'promt', did you mean 'prompt'"),
+        ({"prompt": "x", "multi_modal_data": {}}, "unknown key of a prompt 'multi_modal_data'"),
+        (b"bytes", r"prompts\[1\]: a prompt is text or a list of token ids, not b'bytes'"),
+        ("x " * 5000, r"prompts\[1\]: the prompt has 10000 characters"),
         ({"prompt": None}, "needs 'prompt', 'prompt_token_ids' or 'messages'"),
         ([1.5, 2.5], "text or a list of token ids"),
         ({"prompt_token_ids": ["a"]}, "text or a list of token ids"),
@@ -161,7 +165,7 @@ def test_options_of_requests_refused(llm, options, message):
     assert llm.engine.scheduler.sessions.all == ()
 
 
-@pytest.mark.parametrize("prompts", [5, None, {1, 2}])
+@pytest.mark.parametrize("prompts", [5, None, {1, 2}, b"bytes"])
 def test_what_is_no_prompt_at_all(llm, prompts):
     with pytest.raises(UserError, match="prompts are text, token ids, or a list"):
         llm.generate(prompts)
@@ -179,8 +183,38 @@ def test_chat_uses_the_template(demo_dir, tmp_path):
     with LLM(model, progress=False, **LIMITS) as llm:
         (answer,) = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)
         (plain,) = llm.generate("user: Hello\nassistant:", GREEDY)
+        begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
+        asked: list[tuple[dict[str, Any], str]] = [
+            ({"add_generation_prompt": False}, "user: Hello\nassistant: Good\n"),
+            (
+                {"add_generation_prompt": False, "continue_final_message": True},
+                "user: Hello\nassistant: Good",
+            ),
+            ({"chat_template": "{{ messages[0].content }}!"}, "Hello!"),
+            ({"chat_template": "{{ a }}", "chat_template_kwargs": {"a": 5}}, "5"),
+            ({"chat_template": "{{ tools[0].name }}", "tools": [{"name": "f"}]}, "f"),
+        ]
+        for given, text in asked:
+            assert llm.chat(begun, GREEDY, **given)[0].prompt == text
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"continue_final_message": True}, "set add_generation_prompt=False"),
+            ({"add_generation_prompt": 1}, "must be True or False, got 1"),
+            ({"chat_template": 5}, "must be text, got 5"),
+        ]
+        for given, words in refused:
+            with pytest.raises(UserError, match=words):
+                llm.chat(begun, GREEDY, **given)
     assert answer.prompt_token_ids == plain.prompt_token_ids
     assert answer.outputs == plain.outputs
+
+
+def test_without_max_tokens_a_text_ends_with_the_context(llm):
+    params = dataclasses.replace(GREEDY, max_tokens=None)
+    ids = [5 + i % 90 for i in range(64)]
+    first, again = (llm.generate(ids, params)[0] for _ in range(2))
+    assert len(first.outputs[0].token_ids) == llm.engine.scheduler.max_model_len - 64
+    assert first.outputs[0].finish_reason == "length" and again.outputs == first.outputs
+    assert again.num_cached_tokens == 48
 
 
 def test_requests_without_parameters_have_the_models_and_given_ones_win_whole(demo_dir, tmp_path):

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 
 def test_llm_has_the_names_and_defaults_of_options():
     signature = inspect.signature(LLM)
-    assert list(signature.parameters) == list(OPTIONS)
+    assert list(signature.parameters) == [*OPTIONS, "revision"]
     defaults = {p.name: p.default for p in signature.parameters.values() if p.name != "model"}
     assert Config.of("demo", **defaults) == Config.of("demo")
     kinds = {p.kind for p in signature.parameters.values() if p.name != "model"}
