@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class KeptKV:
         Raises UserError if the files cannot be written; then those of before stay."""
         try:
             self._place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with engine.undisturbed():
+            with engine.undisturbed(), self._alone():
                 self._save(engine)
         except OSError as error:
             raise UserError(f"{self._place}: KV cannot be kept ({error.strerror})") from error
@@ -99,18 +100,29 @@ class KeptKV:
         tokens of their pages. Raises UserError for damaged files, by name."""
         if not self._index.exists():
             return 0
-        index = self._read_index()
-        with engine.undisturbed(), open(self._pages(index), "rb") as file:
-            return _Restoring(engine, index, Path(file.name), file).run()
+        with engine.undisturbed(), self._alone():
+            index = self._read_index()
+            with open(self._pages(index), "rb") as file:
+                return _Restoring(engine, index, Path(file.name), file).run()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Waits until no other process reads or writes here: each deletes the pages of others."""
+        with open(self._place / "lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _read_index(self) -> dict[str, Any]:
         try:
             digest, _, text = self._index.read_text().partition("\n")
-            if hashlib.sha256(text.encode()).hexdigest() == digest:
-                return json.loads(text)
+            index = json.loads(text)
         except (OSError, ValueError):
-            pass
-        raise _damaged(self._index)
+            raise _damaged(self._index) from None
+        # Also that of a directory which somebody renamed.
+        whole = hashlib.sha256(text.encode()).hexdigest() == digest
+        if not whole or index["bound_to"] != json.loads(json.dumps(self._bound_to)):
+            raise _damaged(self._index)
+        return index
 
     def _pages(self, index: dict[str, Any]) -> Path:
         path = self._place / index["pages"]

@@ -1,10 +1,15 @@
 """KV in a directory: the same bits after a restart, bound to model and options, checked."""
 
 import itertools
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from moejax import LLM, SamplingParams, UserError
+from tests.conftest import DEMO, REPOSITORY
 
 LIMITS = {"max_num_seqs": 2, "max_model_len": 256, "progress": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -60,6 +65,37 @@ def test_sessions_without_room_on_the_device_go_to_host_memory(tmp_path):
     assert found[0] == found[1]
 
 
+KILLED = """
+import os, pathlib, signal, sys
+from moejax import LLM, SamplingParams
+
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+for last in (False, True):
+    llm = LLM(sys.argv[2], kv_dir=sys.argv[1], max_num_seqs=2, max_model_len=256, progress=False)
+    llm.generate([[5 + i % (90 - 40 * last) for i in range(100)]], params, use_tqdm=False)
+    if last:  # when pages and index are written, and the index is not in its place
+        pathlib.Path.replace = lambda self, to: os.kill(os.getpid(), signal.SIGKILL)
+    llm.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_saves_leaves_what_was_there(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, DEMO], cwd=REPOSITORY, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL
+    (place,) = tmp_path.iterdir()
+    assert len([*place.glob("pages-*")]) == 3  # of which the index names one
+    found = []
+    for options in ({}, {"kv_dir": tmp_path}):
+        with LLM("demo", **options, **LIMITS) as llm:
+            (out,) = llm.generate([LONG], GREEDY, use_tqdm=False)
+            found.append((out.outputs[0].token_ids, out.num_cached_tokens))
+    assert found[0][0] == found[1][0] and (found[0][1], found[1][1]) == (0, 96)
+    assert len([*place.glob("pages-*")]) == 1
+
+
 def files(directory):
     (place,) = directory.iterdir()
     (pages,) = place.glob("pages-*.bin")
@@ -91,5 +127,11 @@ def test_damaged_files_are_refused_by_name(tmp_path):
             LLM("demo", kv_dir=tmp_path, **LIMITS)
         path.write_bytes(content)
     assert pages.stat().st_size == size * 6
+    with LLM("demo", kv_dir=tmp_path, dtype="float32", **LIMITS) as llm:
+        llm.generate([LONG], GREEDY, use_tqdm=False)
+    (other,) = (place for place in tmp_path.iterdir() if place != index.parent)
+    shutil.copytree(other, index.parent, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=f"{index} is damaged or missing"):  # another model's
+        LLM("demo", kv_dir=tmp_path, **LIMITS)
     with pytest.raises(UserError, match=f"kv_dir='{index}' is no directory that can be written"):
         LLM("demo", kv_dir=index, **LIMITS)
