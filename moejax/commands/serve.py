@@ -54,6 +54,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "(default: none)",
     )
     server.add_argument(
+        "--max-requests",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most requests at once, running and waiting; more get status 503 (default: 1024)",
+    )
+    server.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="most seconds of a request, waiting included; then it ends with 504 (default: none)",
+    )
+    server.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name for clients (default: PATH)"
     )
     server.add_argument(
@@ -72,6 +85,10 @@ def _run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     if args.api_key == "":
         raise UserError("--api-key is empty; leave it out, or name a key")
+    if args.max_requests < 1:
+        raise UserError(f"--max-requests must be at least 1, got {args.max_requests}")
+    if args.timeout is not None and not args.timeout > 0:
+        raise UserError(f"--timeout must be above 0, got {args.timeout:g}")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -133,6 +150,7 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     from moejax.serve.async_llm import AsyncLLM
     from moejax.serve.http.access import limit_access
     from moejax.serve.http.app import make_app
+    from moejax.serve.http.limits import Limits
 
     name = args.served_model_name or args.model
     host, port = bound.getsockname()[:2]
@@ -140,7 +158,8 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     # uvicorn sends the signal to its own process again when it has ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     async with AsyncLLM(llm) as served:
-        app = make_app(llm, served, name, args.tool_call_parser, lambda: server.should_exit)
+        limits = Limits(args.max_requests, args.timeout)
+        app = make_app(llm, served, name, args.tool_call_parser, lambda: server.should_exit, limits)
         app = limit_access(
             app,
             args.api_key,

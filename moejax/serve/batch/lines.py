@@ -29,13 +29,17 @@ IGNORED_FIELDS = frozenset(
 """Fields that do not change a result. OpenAI results echo `model`."""
 
 _SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
+_TEMPLATE_FIELDS = frozenset(
+    ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 LINE_FIELDS = (
     _SAMPLING_FIELDS
     | IGNORED_FIELDS
     | {
         *_PROMPT_FIELDS,
-        *("id", "session_id", "priority", "chat_template_kwargs"),
+        *("id", "session_id", "priority"),
+        *_TEMPLATE_FIELDS,
     }
 )
 """Fields that a plain line may have."""
@@ -201,10 +205,10 @@ def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> Gene
     if isinstance(biases := given.get("logit_bias"), dict):
         given["logit_bias"] = _token_keys(biases)
     prompt = _prompt(prompts[0], fields[prompts[0]])
-    if (named := fields.get("chat_template_kwargs")) is not None:
+    for name in _TEMPLATE_FIELDS & fields.keys():
         if not isinstance(prompt, dict):
-            raise UserError("chat_template_kwargs needs messages")
-        prompt["chat_template_kwargs"] = named
+            raise UserError(f"{name} needs messages")
+        prompt[name] = fields[name]
     return GenerationRequest(
         prompt=prompt,
         sampling_params=SamplingParams(**given),

@@ -22,14 +22,15 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.request import GenerationRequest
 from moejax.serve.async_llm import AsyncLLM
+from moejax.serve.batch.job import list_given_fields
 from moejax.serve.batch.lines import read_json_object, read_request
 from moejax.serve.batch.openai_fields import CHAT, COMPLETIONS
 from moejax.serve.batch.result_lines import choice_of, prompt_logprobs_of
 from moejax.serve.http.answer_formats import NOTHING, AnswerReader
 from moejax.serve.http.dialects import Dialect, Messages, Responses
 from moejax.serve.http.errors import ERRORS, answer_error, answer_nobody
+from moejax.serve.http.limits import Limits, read_body
 from moejax.serve.http.live import MOST_VIEWERS, LiveView
 from moejax.serve.http.metrics import Metrics
 from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
@@ -43,9 +44,6 @@ from moejax.serve.http.streams import (
 )
 from moejax.serve.llm import LLM
 
-MOST_BODY = 8 * 2**20
-"""Most bytes of a request's body. It is read on the event loop, which all requests share."""
-
 
 def make_app(
     llm: LLM,
@@ -53,6 +51,7 @@ def make_app(
     model: str,
     tool_call_parser: str = "auto",
     ending: Callable[[], bool] = lambda: False,
+    limits: Limits | None = None,
 ) -> Starlette:
     """Returns the app with the server's routes.
 
@@ -60,11 +59,12 @@ def make_app(
     - `model`: the name that clients use.
     - `tool_call_parser`: how the model writes calls of tools and reasoning, see AnswerReader.
     - `ending`: whether the server ends; then streams to pages end, which would keep it.
+    - `limits`: None: those of Limits.
     """
     metrics = Metrics(llm, model)
     view = _View(llm, served, model, metrics, LiveView(llm, served, model, ending))
     reader = AnswerReader(_template(llm), tool_call_parser)
-    engine = _Answers(llm, served, model, metrics, reader)
+    engine = _Answers(llm, served, model, metrics, reader, limits or Limits())
     routes = [
         Route("/health", view.health),
         Route("/v1/models", view.models),
@@ -119,7 +119,7 @@ class _View:
         return EventStream(events, events)
 
     async def move_budget(self, request: Request) -> Response:
-        fields = read_json_object(await _read_body(request))
+        fields = read_json_object(await read_body(request))
         await self.live.move_budget(fields.get("expert_slots"))
         return Response(status_code=202)
 
@@ -133,9 +133,10 @@ class _Answers:
     model: str
     counted: Metrics
     reader: AnswerReader
+    limits: Limits
 
     async def tokenize(self, request: Request) -> Response:
-        fields = read_json_object(await _read_body(request))
+        fields = read_json_object(await read_body(request))
         fields.pop("model", None)
         _, ids = await asyncio.to_thread(self.llm.encoder, read_request(fields, {}).prompt)
         longest = self.llm.engine.scheduler.max_model_len
@@ -151,7 +152,7 @@ class _Answers:
         """
         came = time.perf_counter()  # the engine's clock
         dialect = None if of is None else of()
-        asked = self._asked(url, await _read_body(request), dialect)
+        asked = self._asked(url, await read_body(request), dialect)
         # The first output shows that the request can run.
         outputs, first = await unless_gone(request, self._begin(asked))
         ended, parts = partial(self.counted.observe, came), self._parts(asked, first)
@@ -170,7 +171,9 @@ class _Answers:
         return JSONResponse(whole if dialect is None else dialect.whole(whole))
 
     def _asked(self, url: str, body: bytes, dialect: Dialect | None) -> Asked:
-        asked = read_asked(url, body, self.model, dict if dialect is None else dialect.chat_body)
+        translate = dict if dialect is None else dialect.chat_body
+        usual = list_given_fields(self.llm.get_default_sampling_params())
+        asked = read_asked(url, body, self.model, translate, usual)
         if dialect is not None:
             asked = dataclasses.replace(asked, include_usage=True)
         if asked.chat and not (asked.raw or self.reader.plain):
@@ -183,11 +186,11 @@ class _Answers:
     async def _begin(
         self, asked: Asked
     ) -> tuple[AsyncGenerator[RequestOutput, None], RequestOutput]:
-        fitted = await asyncio.to_thread(_fit, self.llm, asked.request) if asked.fits else None
-        one = fitted or asked.request
+        one = asked.request
         outputs = self.served.generate(
             *(one.prompt, one.sampling_params), priority=one.priority, last_only=not asked.stream
         )
+        outputs = self.limits.within(outputs)
         return outputs, await anext(outputs)
 
     def _head(self, asked: Asked) -> dict[str, Any]:
@@ -226,32 +229,6 @@ _PAGE_HEADERS = {
 async def _page(request: Request) -> Response:
     name = request.url.path.removeprefix("/") or "index.html"  # the routes name each file
     return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
-
-
-# ---- requests
-
-
-async def _read_body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Pages of other sites may make a browser send other types, without asking first.
-        raise Refusal(415, "the header Content-Type must be application/json")
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MOST_BODY:
-            raise Refusal(413, f"the body is longer than {MOST_BODY} bytes, the most that is read")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _fit(llm: LLM, asked: GenerationRequest) -> GenerationRequest:
-    """Returns the request with its prompt as tokens and max_tokens set to the room that the context
-    leaves."""
-    _, ids = llm.encoder(asked.prompt)
-    room = max(1, llm.engine.scheduler.max_model_len - len(ids))
-    params = dataclasses.replace(asked.sampling_params, max_tokens=room)
-    return dataclasses.replace(asked, prompt=ids, sampling_params=params)
 
 
 # ---- answers

@@ -37,7 +37,10 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    return JSONResponse(error_body(error), _status(error))
+    status = _status(error)
+    # Clients of OpenAI wait so long and try again.
+    later = {"Retry-After": "1"} if status == 503 and isinstance(error, Refusal) else None
+    return JSONResponse(error_body(error), status, later)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moejax.errors import UserError, shown
@@ -33,8 +33,6 @@ class Asked:
     stream: bool
     include_usage: bool
     """Whether the stream ends with the counts of tokens."""
-    fits: bool
-    """Whether the answer may be as long as the context allows: a chat without max_tokens."""
     tools: Tools
     raw: bool
     """Whether the text is the answer as it is: special tokens or a grammar were asked for."""
@@ -45,27 +43,32 @@ class Asked:
 
 
 def read_asked(
-    url: str, raw: bytes, model: str, translate: Callable[[dict[str, Any]], dict[str, Any]]
+    url: str,
+    raw: bytes,
+    model: str,
+    translate: Callable[[dict[str, Any]], dict[str, Any]],
+    usual: Mapping[str, Any],
 ) -> Asked:
     """Reads the request in a body.
 
     - `url`: of chats or of completions.
     - `model`: the name that is served.
     - `translate`: the body's fields → those of that url.
+    - `usual`: fields of SamplingParams for bodies without their own.
 
     Raises Refusal with status 404 for another model, and 400 for everything else that is wrong.
     """
     fields: dict[str, Any] = {}
     try:
         fields = translate(read_json_object(raw))
-        return _read(url, {k: v for k, v in fields.items() if v is not None}, model)
+        return _read(url, {k: v for k, v in fields.items() if v is not None}, model, usual)
     except ValueError as error:  # most are UserError; Python has one for enormous integers
         words = re.findall(r"\w+", str(error))
         param = next((word for word in words if word in fields), None)
         raise Refusal(400, str(error), param) from None
 
 
-def _read(url: str, body: dict[str, Any], model: str) -> Asked:
+def _read(url: str, body: dict[str, Any], model: str, usual: Mapping[str, Any]) -> Asked:
     named = body.pop("model", model)
     if not isinstance(named, str):
         raise UserError(f"model must be a string, got {shown(named)}")
@@ -94,11 +97,11 @@ def _read(url: str, body: dict[str, Any], model: str) -> Asked:
             raise UserError("tool_choice and response_format both fix the answer; give one of them")
         body["structured_outputs"] = {"json": tools.grammar()}
     fields = rename_fields(url, body)
-    request = read_request(fields, {})
+    # As in OpenAI's API, a chat's answer may be as long as the context allows.
+    request = read_request(fields, {**usual, **({"max_tokens": None} if url == CHAT else {})})
     if tools.given and isinstance(request.prompt, dict):
         request = dataclasses.replace(request, prompt={**request.prompt, "tools": [*tools.given]})
     raw = "skip_special_tokens" in fields or "structured_outputs" in fields
     if stream and request.sampling_params.prompt_logprobs is not None:
         raise UserError("prompt_logprobs are not part of a stream; leave out stream")
-    fits = url == CHAT and "max_tokens" not in fields
-    return Asked(url, request, stream, include_usage, fits, tools, raw)
+    return Asked(url, request, stream, include_usage, tools, raw)

@@ -19,7 +19,7 @@ from moejax.serve.batch.result_lines import choice_of, usage_of
 from moejax.serve.engine_thread import EngineDeadError
 from moejax.serve.http.answer_formats import NOTHING, Answer
 from moejax.serve.http.errors import error_body
-from moejax.serve.http.openai_requests import Asked
+from moejax.serve.http.openai_requests import Asked, Refusal
 
 Parts = Callable[[CompletionOutput], Answer]
 """Takes the text so far apart."""
@@ -114,7 +114,7 @@ async def chunks_of(
         ended(output)
         if asked.include_usage:
             yield chunk([], usage=count_of(output))
-    except (UserError, EngineDeadError) as error:
+    except (UserError, EngineDeadError, Refusal) as error:
         yield error_body(error)
 
 

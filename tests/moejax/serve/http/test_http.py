@@ -24,6 +24,7 @@ from moejax import AsyncLLM, SamplingParams
 from moejax.commands import serve as command
 from moejax.commands.main import main
 from moejax.serve.http import app as http_app
+from moejax.serve.http import limits
 from moejax.serve.http.access import LOCAL, limit_access
 from moejax.serve.http.live import LiveView
 from tests.conftest import REPOSITORY
@@ -490,7 +491,7 @@ REFUSED = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "text"),
     ("/v1/embeddings", {"input": "x"}, 404, None, "Not Found"),
     ("/v1/models", {}, 405, None, "Method Not Allowed"),
-    (COMPLETIONS, b" " * (http_app.MOST_BODY + 1), 413, None, "longer than"),
+    (COMPLETIONS, b" " * (limits.MOST_BODY + 1), 413, None, "longer than"),
 ]
 
 
@@ -658,9 +659,56 @@ def test_what_the_command_needs_is_said_before_the_model_is_read(monkeypatch, ca
     assert "needs starlette, which is not installed here: pip install" in capsys.readouterr().err
 
 
+def test_too_many_requests_and_one_that_takes_too_long(server, monkeypatch):
+    second = Served.__new__(Served)
+    few = limits.Limits(requests=1, seconds=0.5)
+    second.listen(http_app.make_app(server.llm, server.served, "tiny", limits=few))
+    monkeypatch.setattr(limits, "BODY_S", 0.3)
+    try:
+        events = []
+        body = LONG | {"n": 64, "temperature": 1, "stream": True}  # 64 sequences in 4 rows
+        connection, response = second.open("POST", COMPLETIONS, body)
+        assert second.ask(COMPLETIONS, {"prompt": "x"})[0] == 503
+        events = [e for e in response.read().decode().split("\n\n") if '"error"' in e]
+        assert len(events) == 1 and "the answer took more than 0.5 s" in events[0]
+        connection.close()
+        assert second.ask(COMPLETIONS, body | {"stream": False})[0] == 504
+        with socket.create_connection(("127.0.0.1", second.port)) as slow:
+            head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
+            slow.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}\r\n\r\n{{".encode())
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        server.wait_until_free()
+        assert second.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1})[0] == 200
+    finally:
+        second.end()
+
+
+def test_a_body_without_them_has_the_models_sampling_defaults(server, monkeypatch):
+    monkeypatch.setattr(server.llm, "_sampling", SamplingParams(top_k=1))
+    body = {"prompt": "The old house", "max_tokens": 12, "ignore_eos": True}
+    assert server.ask(COMPLETIONS, body)[1]["choices"][0]["text"] == server.texts[0][0]
+
+
 @pytest.mark.slow
-def test_sigterm_lets_running_requests_end():
+def test_sigterm_lets_running_requests_end_and_keeps_their_kv(tmp_path):
     command = [sys.executable, "-m", "moejax", "serve", "--port", "0", "--quiet"]
+    command += ["--kv-dir", str(tmp_path)]
+    asked = {"prompt": "The old house on the hill. " * 8, "max_tokens": 8, "temperature": 0}
+    found = []
+    for _ in range(2):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as again:
+            assert again.stderr is not None
+            port = int(again.stderr.readline().rpartition(":")[2].partition("/")[0])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+            connection.request("POST", COMPLETIONS, json.dumps(asked), HEADERS)
+            found.append(json.loads(connection.getresponse().read()))
+            connection.close()
+            again.send_signal(signal.SIGTERM)
+            assert again.wait(60) == 0
+    first, second = found
+    assert second["choices"] == first["choices"]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached[0] == 0 and cached[1] >= first["usage"]["prompt_tokens"] // 16 * 16 - 16 > 0
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
