@@ -46,6 +46,7 @@ from moejax.evaluate.experiments.records import (
 from moejax.evaluate.experiments.sources.corpus import Prompts
 from moejax.progress import count_progress
 from moejax.start.build import router_weights
+from moejax.start.provenance import DEFAULTS
 
 TRACES = "traces"
 """The folder in a directory of results that has the routing."""
@@ -98,7 +99,9 @@ def ablate(
 def open_results(experiment: Experiment, root: Path) -> Iterator[tuple[set[tuple], Write]]:
     """Yields (keys of the runs that a directory of results has, a function that writes lines into
     its files)."""
-    require_same(root, experiment.asked)
+    # What options that are not given mean is a release's own; routing alone asks for none of them.
+    defaults = {} if experiment.drawn else {"defaults": DEFAULTS}
+    require_same(root, {**experiment.asked, **defaults})
     with open_records(root / RECORDS) as records, open_records(root / SESSIONS) as sessions:
         files = {RECORDS: records, SESSIONS: sessions}
         done = {tuple(line[key] for key in KEYS) for line in records.lines}

@@ -97,7 +97,7 @@ def page(records: Records, plots: Plots, kind: str = "html") -> str:
 
 def definition(records: Records) -> str:
     """Returns the YAML that runs the grid again, with the files that it names."""
-    asked = {name: value for name, value in records.asked.items() if name != "files"}
+    asked = {n: v for n, v in records.asked.items() if n not in ("files", "defaults")}
     asked = {name: value for name, value in asked.items() if value not in (None, {}, [])}
     return yaml.safe_dump(asked, sort_keys=False, allow_unicode=True)
 

@@ -9,6 +9,7 @@ import pytest
 
 import moejax
 from moejax.errors import UserError
+from moejax.evaluate.experiments import grid
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.records import RECORDS, UNEQUAL, open_records, require_same
 
@@ -144,13 +145,16 @@ def test_an_end_anywhere_changes_nothing(undisturbed, home, compilations):
     assert len(compilations) == before
 
 
-def test_another_definition_is_refused_by_name(undisturbed, home):
+def test_another_definition_is_refused_by_name(undisturbed, home, monkeypatch):
     other = home / "other.yaml"
     other.write_text(json.dumps(GRID | {"budgets": ["30%"], "output_tokens": 13}))
     with pytest.raises(UserError) as error:
         moejax.ablate(other, undisturbed.directory, progress=False)
     assert "budgets was ['20%', '50%', '0'] and is ['30%']" in str(error.value)
     assert "output_tokens was 12 and is 13" in str(error.value)
+    monkeypatch.setattr(grid, "DEFAULTS", 0)
+    with pytest.raises(UserError, match=r"defaults was \d+ and is 0\. Give"):
+        moejax.ablate(home / "grid.yaml", undisturbed.directory, progress=False)
 
 
 def test_a_grid_goes_on_with_the_same_weights_only(tmp_path, demo_dir):
