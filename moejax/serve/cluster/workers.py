@@ -25,6 +25,7 @@ from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import LOCAL, explain_end, nodes, own_cpus, require_ray
 from moejax.serve.llm import LLM
 from moejax.start.options import Config, refuse_cache_aware
+from moejax.start.provenance import weights_of
 
 log = logging.getLogger("moejax")
 
@@ -93,10 +94,12 @@ class Started:
     """A worker that takes work.
 
     - `room`: pieces of work that it should have at once.
+    - `weights`: see weights_of.
     """
 
     room: int
     seconds: float
+    weights: str | None = None
 
 
 class Worker(abc.ABC):
@@ -110,7 +113,8 @@ class Worker(abc.ABC):
         try:
             self._llm = await asyncio.to_thread(load_on_worker, model, options)
             seconds = self._llm.stats()["time"]["total_s"]
-            return Started(self._begin(self._llm), seconds)
+            weights = await asyncio.to_thread(weights_of, model, options.get("step"))
+            return Started(self._begin(self._llm), seconds, weights)
         except (UserError, MemoryError, ValueError) as error:
             return str(error) or type(error).__name__
 
@@ -170,6 +174,7 @@ class WorkerOptions:
     """The kind of each worker and its resources.
 
     - `arguments`: those of `Worker.start`.
+    - `weights`: those that a worker must have; None: those of the first one that starts.
     """
 
     kind: type[Worker]
@@ -177,6 +182,7 @@ class WorkerOptions:
     count: int
     cpus: float
     gpus: float = 0.0
+    weights: str | None = None
 
 
 def worker_options(
@@ -204,7 +210,8 @@ def worker_options(
         )
     if not on_gpu:
         given.setdefault("threads", cores)
-    return WorkerOptions(kind, (model, given), count, cores, 1.0 if on_gpu else 0.0)
+    weights = weights_of(model, given.get("step"))
+    return WorkerOptions(kind, (model, given), count, cores, 1.0 if on_gpu else 0.0, weights)
 
 
 class WorkersEnded(UserError):
@@ -259,6 +266,7 @@ class Workers:
         self._suspects: collections.deque[_Item] = collections.deque()
         """Pieces of work whose workers ended. They run last, each alone with a worker."""
         self._numbers, self._in_a_row = itertools.count(1), 0
+        self._weights = asked.weights
         self.ended = 0
         """Number of workers that ended too early."""
         # Start one worker a node first, so that others find its compiled steps and shared experts.
@@ -391,6 +399,12 @@ class Workers:
     def _take_start(self, member: _Member, found: Started | str) -> None:
         if isinstance(found, str):
             raise UserError(f"{member.name} could not start: {found}")
+        self._weights = self._weights or found.weights
+        if found.weights != self._weights:
+            raise UserError(
+                f"{member.name} has other weights at the path of the model than this machine or "
+                "other workers; copy the checkpoint there anew"
+            )
         member.starting = None
         member.room, member.start_s = found.room, found.seconds
         self._start(self._asked.count - len(self._members))

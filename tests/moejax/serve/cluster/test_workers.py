@@ -128,6 +128,15 @@ def test_a_result_that_arrived_is_not_computed_again(run):
     assert [handle.worker.seen for handle in handles] == [[0, 1, 2], [2]]
 
 
+def test_a_worker_with_other_weights_ends_the_job(run):
+    class Other(Doubler):
+        async def start(self):
+            return Started(4, 0.5, weights=str(id(self)))
+
+    with pytest.raises(UserError, match=r"worker 2 .*has other weights"):
+        run(Other, range(3))
+
+
 def test_a_worker_that_cannot_start_ends_the_job(run):
     class Missing(Doubler):
         async def start(self):
