@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
@@ -155,12 +156,23 @@ def compile_for(
 
     args = [jax.tree.map(on_host, arg) if i in host else arg for i, arg in enumerate(args)]
     gpu = AbstractDevice(device_kind=_known_kind(card), num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+    mesh = AbstractMesh((), (), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh), _mosaic_for(device_of(card).compute_capability):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
     return _compile(lowered.compiler_ir("stablehlo"), device_of(card), compiler_options or {})
 
 
 compile_for_h200 = functools.partial(compile_for, "h200")
+
+
+def _mosaic_for(capability):
+    """Inside, kernels of Mosaic GPU are lowered for this compute capability ("9.0"): jax takes that
+    of a GPU that is there, and 9.0 without one."""
+    from jax.experimental.mosaic.gpu import core, utils
+
+    where = utils if hasattr(utils, "_infer_arch") else core  # jax 0.10
+    arch = tuple(map(int, capability.split(".")))
+    return mock.patch.object(where, "_infer_arch", return_value=arch)
 
 
 @functools.cache

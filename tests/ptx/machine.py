@@ -6,19 +6,41 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from tests.ptx import arithmetic, matrix, wgmma
+from tests.ptx import arithmetic, bulk, matrix, wgmma
 from tests.ptx.arithmetic import KINDS, Step, source, target
-from tests.ptx.memory import AsyncCopies, Buffer, GlobalMemory, LocalMemory, SharedMemory
-from tests.ptx.parse import Address, Fault, Instruction, Kernel, Number, Register, Symbol, Vector
+from tests.ptx.clocks import Clocks
+from tests.ptx.host import host_launch
+from tests.ptx.memory import (
+    REGION,
+    AsyncCopies,
+    Buffer,
+    GlobalMemory,
+    LocalMemory,
+    SharedMemory,
+)
+from tests.ptx.parse import (
+    DYNAMIC,
+    Address,
+    Fault,
+    Instruction,
+    Kernel,
+    Number,
+    Register,
+    Symbol,
+    Vector,
+)
 from tests.ptx.tracker import EPOCH, FIRST_LANE, WARP_CLOCK
 
 LANES = 1 << 15
 """Of a batch, at most, if it has more than one program."""
 SHARED = 64 << 20
 """Bytes of shared memory of a batch, likewise."""
+BY_VALUE = 1 << 62
+"""Where parameters that are bytes lie."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +51,9 @@ class Launch:
     dynamic_shared: int = 0
     most: int = 1_000_000
     """Instructions of a batch: a loop that does not end."""
+    host: str = ""
+    """The LLVM IR of the host's function that passes buffers on (host.py); grid and dynamic_shared
+    are its own. Empty: each parameter is a buffer."""
     overlaps: bool = True
     """It may begin before the kernel before it has ended, where the target can do that: it must
     wait itself (griddepcontrol.wait) before it touches global memory."""
@@ -37,27 +62,54 @@ class Launch:
 def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     """Runs it on the buffers of its parameters, one of one memory being one object; what it writes
     is written into them. Returns how many instructions were issued. Raises Fault."""
-    if len(buffers) != len(kernel.parameters):
-        raise Fault(f"{kernel.name} has {len(kernel.parameters)} parameters, not {len(buffers)}")
     unique = list({id(b): b for b in buffers}.values())
-    access = min((_access(ins) for ins in kernel.code if _access(ins, "global")), default=16)
-    promised = list(zip(buffers, kernel.parameters.values(), strict=True))
-    alignments = [min(a for b, a in promised if b is one) % 256 for one in unique]
-    counts = any(ins.parts[0] == "atom" for ins in kernel.code)
-    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignments, counts)
     places = [next(i for i, u in enumerate(unique) if u is b) for b in buffers]
-    arguments = dict(
-        zip(kernel.parameters, (memory.address(place) for place in places), strict=True)
-    )
+    access = min((_access(ins) for ins in kernel.code if _access(ins, "global")), default=16)
+    counts = any(ins.parts[0] == "atom" for ins in kernel.code)
+    alignments = _alignments(kernel, buffers, unique, launch)
+    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignments, counts)
+    parameters: Sequence = [memory.address(place) for place in places]
+    if launch.host:
+        host = host_launch(launch.host, parameters)
+        launch = dataclasses.replace(launch, grid=host.grid, dynamic_shared=host.shared)
+        parameters = host.parameters
+    if len(parameters) != len(kernel.parameters):
+        raise Fault(f"{kernel.name} has {len(kernel.parameters)} parameters, not {len(parameters)}")
+    arguments, maps = {}, {}
+    for number, (name, value) in enumerate(zip(kernel.parameters, parameters, strict=True)):
+        if name in kernel.blocks:
+            arguments[name] = BY_VALUE + (number << REGION)
+            maps.update({arguments[name] + place: one for place, one in value.items()})
+        else:
+            arguments[name] = value
     order = np.random.default_rng(0).permutation(int(np.prod(launch.grid)))
     size = kernel.shared_bytes + launch.dynamic_shared
-    batch = max(1, min(LANES // kernel.threads, SHARED // max(size, 1)))
+    most = SHARED >> (4 * _has_clocks(kernel))
+    batch = max(1, min(LANES // kernel.threads, most // max(size, 1)))
     steps = _steps(kernel)
     issued = 0
     for first in range(0, order.size, batch):
         some = np.sort(order[first : first + batch])
-        issued += Machine(kernel, steps, memory, arguments, launch, some).run()
+        issued += Machine(kernel, steps, memory, (arguments, maps), launch, some).run()
     return issued
+
+
+def _alignments(kernel: Kernel, buffers, unique, launch: Launch) -> list[int]:
+    """By which bytes beyond a multiple of 256 the buffers lie: no better than XLA promises."""
+    if launch.host:
+        return [0] * len(unique)
+    if len(buffers) != len(kernel.parameters):
+        raise Fault(f"{kernel.name} has {len(kernel.parameters)} parameters, not {len(buffers)}")
+    promised = list(zip(buffers, kernel.parameters.values(), strict=True))
+    return [min(a for b, a in promised if b is one) % 256 for one in unique]
+
+
+def _has_clocks(kernel: Kernel) -> bool:
+    """Whether its threads meet by more than one barrier of all."""
+    return any(
+        ins.parts[0] == "mbarrier" or (ins.opcode in BARRIERS and len(ins.operands) == 2)
+        for ins in kernel.code
+    )
 
 
 @functools.cache
@@ -71,7 +123,7 @@ def _padded(kernel: Kernel) -> int:
 
 
 def _bound(ins: Instruction) -> Step | None:
-    for module in (arithmetic, matrix, wgmma):
+    for module in (arithmetic, matrix, wgmma, bulk):
         if step := module.bind(ins):
             return step
     binder = BINDERS.get(ins.parts[0])
@@ -84,7 +136,8 @@ class Machine:
     """The state of a batch of programs."""
 
     def __init__(self, kernel, steps, memory, arguments, launch, programs):
-        self.kernel, self.steps, self.memory, self.arguments = kernel, steps, memory, arguments
+        self.kernel, self.steps, self.memory = kernel, steps, memory
+        self.arguments, self.maps = arguments
         threads, count = kernel.threads, len(programs)
         self.all = np.arange(count * threads)
         self.program = np.repeat(np.arange(count), threads)
@@ -117,15 +170,20 @@ class Machine:
         """Registers whose array nothing else holds: written in place."""
         size = kernel.shared_bytes + launch.dynamic_shared
         granule = min((_access(i) for i in kernel.code if _access(i, "shared")), default=16)
-        self.shared = SharedMemory(count, size, min(granule, 16), _padded(kernel))
+        self.clocks = Clocks(count, threads // 32) if _has_clocks(kernel) else None
+        self.shared = SharedMemory(count, size, min(granule, 16), _padded(kernel), self.clocks)
         self.local = LocalMemory(self.all.size, kernel.local_bytes)
         self.copies = AsyncCopies(self.all.size, memory, self.shared)
         self.products = wgmma.Products(self.all.size)
+        self.bulk = bulk.Bulk(self)
         # In tracker's stamps: lanes of all programs of the grid have numbers of their own.
         lane = block[self.program].astype(np.int64) * _padded(kernel) + tid
         self.stamps = lane + FIRST_LANE
         """Made anew where they change: accesses keep them."""
-        self.waiting = np.zeros(self.all.size, bool)
+        self.parked: list[tuple[int, np.ndarray, int, int]] = []
+        """At barriers: (where they go on, lanes, barrier, threads that it waits for or 0: all)."""
+        self.asleep: list[tuple[int, np.ndarray, set]] = []
+        """At mbarriers: (the instruction, lanes, mbarriers)."""
         self.live = np.bincount(self.program, minlength=count)
         self.most = launch.most
         self.must_wait = launch.overlaps and int(re.sub(r"\D", "", kernel.target)) >= 90
@@ -208,8 +266,10 @@ class Machine:
         for arrays in (self.kernel.shared, self.kernel.local):
             if name in arrays:
                 return arrays[name]
-        if name == "global_smem":  # dynamic, behind the others
+        if name == "global_smem" or name.startswith(DYNAMIC):  # behind the others
             return self.kernel.shared_bytes
+        if name in self.kernel.blocks:
+            return self.arguments[name]
         raise Fault(f"unknown name {name}")
 
     def address(self, operand: Address, idx) -> np.ndarray:
@@ -268,6 +328,7 @@ class Machine:
                     self.groups.setdefault(pc, []).append(lanes)
                 if not self.groups:
                     self._unblock()
+        self.bulk.check_ended()
         return issued
 
     def _issue(self, ins: Instruction, pc: int, lanes, idx) -> int:
@@ -296,7 +357,12 @@ class Machine:
                 self.live -= np.bincount(self.program[active], minlength=self.live.size)
                 self._release()
             else:
-                self._arrive(pc + 1, active)
+                self._arrive(ins, pc + 1, active)
+            return -1
+        if ins.opcode.startswith("mbarrier.try_wait"):
+            if rest is not None:
+                self.groups.setdefault(pc + 1, []).append(rest)
+            self._wait(pc, active)
             return -1
         if name == "trap":
             raise Fault("trap")
@@ -305,34 +371,66 @@ class Machine:
         step(self, idx if rest is None else active)
         return pc + 1
 
-    def _arrive(self, pc: int, lanes) -> None:
-        self.waiting[lanes] = True
-        self.parked = [*getattr(self, "parked", []), (pc, lanes)]
+    def _arrive(self, ins: Instruction, pc: int, lanes) -> None:
+        """Lanes come to a barrier of all threads that live, or of as many as it says."""
+        number, *count = (
+            np.broadcast_to(source(o, KINDS["u32"])(self, lanes), lanes.shape) for o in ins.operands
+        )
+        for of in np.unique(number).tolist():
+            here = number == of
+            needs = int(count[0][here][0]) if count else 0
+            self.parked.append((pc, lanes[here], of, needs))
         self._release()
 
     def _release(self) -> None:
-        """Lets programs go on of which all living lanes wait."""
-        if not self.waiting.any():
-            return
-        count = np.bincount(self.program[self.waiting], minlength=self.live.size)
-        free = (count == self.live) & (self.live > 0)
-        if not free.any():
-            return
-        left = []
-        for pc, lanes in self.parked:
-            goes = free[self.program[lanes]]
-            if goes.any():
-                self.groups.setdefault(pc, []).append(lanes[goes])
-            if not goes.all():
-                left.append((pc, lanes[~goes]))
-        self.parked = left
-        of_free = free[self.program]
-        self.waiting[of_free] = False
-        after = ((self.stamps >> EPOCH) + 1 << EPOCH) | (self.stamps & ((1 << WARP_CLOCK) - 1))
-        self.stamps = np.where(of_free, after, self.stamps)
+        """Lets programs go on of which all lanes of a barrier have come."""
+        for number in sorted({number for _, _, number, _ in self.parked}):
+            there = [one for one in self.parked if one[2] == number]
+            waiting = np.concatenate([lanes for _, lanes, _, _ in there])
+            count = np.bincount(self.program[waiting], minlength=self.live.size)
+            needs = there[0][3]
+            if any(one[3] != needs for one in there) or (needs and (count > needs).any()):
+                raise Fault(f"threads come to barrier {number} in numbers that do not agree")
+            free = (count == (needs or self.live)) & (count > 0)
+            if not free.any():
+                continue
+            self.parked = [one for one in self.parked if one[2] != number]
+            for pc, lanes, _, _ in there:
+                goes = free[self.program[lanes]]
+                if goes.any():
+                    self.groups.setdefault(pc, []).append(lanes[goes])
+                if not goes.all():
+                    self.parked.append((pc, lanes[~goes], number, needs))
+            self._order(waiting[free[self.program[waiting]]], needs)
+
+    def _order(self, lanes: np.ndarray, needs: int) -> None:
+        """What these lanes of some programs did comes before what they will do."""
+        if self.clocks is not None:
+            for program in np.unique(self.program[lanes]):
+                self.clocks.meet(np.unique(lanes[self.program[lanes] == program] // 32))
+        if needs in (0, self.kernel.threads):
+            after = ((self.stamps >> EPOCH) + 1 << EPOCH) | (self.stamps & ((1 << WARP_CLOCK) - 1))
+            met = np.zeros(self.live.size, bool)
+            met[self.program[lanes]] = True
+            self.stamps = np.where(met[self.program], after, self.stamps)
+
+    def _wait(self, pc: int, lanes: np.ndarray) -> None:
+        """Lanes come to mbarrier.try_wait: those whose phase is complete go on."""
+        step: Any = self.steps[pc]
+        ready, keys = step(self, lanes)
+        if ready.any():
+            self.groups.setdefault(pc + 1, []).append(lanes[ready])
+        if keys:
+            self.asleep.append((pc, lanes[~ready], keys))
 
     def _unblock(self) -> None:
-        if self.waiting.any():
+        """No lane can go on: bulk copies arrive that some of them wait for."""
+        if self.asleep:
+            asleep, self.asleep = self.asleep, []
+            self.bulk.land(set().union(*(keys for _, _, keys in asleep)))
+            for pc, lanes, _ in asleep:
+                self._wait(pc, lanes)
+        if not self.groups and (self.asleep or self.parked):
             raise Fault(f"{self.kernel.name}: threads wait at a barrier that others never reach")
 
 
@@ -340,11 +438,14 @@ BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
 
 
 def _warp_barrier(ins: Instruction) -> Step:
-    if ins.opcode not in ("bar.warp.sync", *BARRIERS) or len(ins.operands) != 1:
+    most = 2 if ins.opcode in BARRIERS else 1
+    if ins.opcode not in ("bar.warp.sync", *BARRIERS) or len(ins.operands) > most:
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
 
     def step(m, idx):
         rows = matrix.warps_of(m, idx)
+        if m.clocks is not None:
+            m.clocks.join_lanes(rows[:, 0] // 32)
         m.stamps = m.stamps.copy()
         m.stamps[rows.reshape(-1)] += np.int64(1 << WARP_CLOCK)
 
@@ -382,7 +483,10 @@ _HINT = re.compile(r"L[12]::\w+|nc")
 def _shape(ins: Instruction) -> tuple[str, int, np.dtype]:
     """(space, values, type) of a load or store."""
     *modes, last = (part for part in ins.parts[1:] if part not in ORDERS)
-    space, count = modes.pop(0).removesuffix("::cta"), 1
+    spaces = [mode for mode in modes if not re.fullmatch(r"v\d", mode)]
+    if not spaces:  # a generic address: in Mosaic's kernels, of global memory
+        modes.insert(0, "global")
+    space, count = re.sub("::(cta|entry)$", "", modes.pop(0)), 1
     for mode in modes:
         if mode in ("v2", "v4", "v8"):
             count = int(mode[1])
@@ -401,6 +505,10 @@ def _access(ins: Instruction, space: str = "") -> int:
     if name in ("ld", "st"):
         found, count, dtype = _shape(ins)
         return count * dtype.itemsize if found.startswith(space) else 0
+    if name == "mbarrier":
+        return 8 if space != "global" else 0
+    if name == "cp" and "bulk" in ins.parts:
+        return bulk.UNIT if "group" not in ins.parts[-1] or len(ins.operands) > 1 else 0
     if name == "cp" and len(ins.operands) > 2:
         return int(ins.operands[2].value)  # type: ignore[union-attr]
     if name in ("ldmatrix", "stmatrix"):
@@ -526,8 +634,9 @@ BINDERS = {
     "barrier": _warp_barrier,
     "griddepcontrol": _grid_dependency,
     "cvta": _address_space,
-    "fence": _nothing,
     "membar": _nothing,
+    "prefetch": _nothing,
+    "setmaxnreg": _nothing,
     "bra": _nothing,
     "ret": _nothing,
     "exit": _nothing,

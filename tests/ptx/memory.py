@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+from typing import Any
 
 import numpy as np
 
+from tests.ptx.clocks import Clocks, ClockTracker
 from tests.ptx.parse import Fault
 from tests.ptx.tracker import FLAG, Counting, Tracker
 
@@ -166,14 +168,21 @@ TWO_VALUES = "several threads write different values at once (race)"
 
 
 class SharedMemory:
-    """Shared memory of some programs, one after the other."""
+    """Shared memory of some programs, one after the other. clocks: what orders accesses, where it
+    is more than one barrier."""
 
-    def __init__(self, programs: int, size: int, granule: int, threads: int):
+    def __init__(
+        self, programs: int, size: int, granule: int, threads: int, clocks: Clocks | None = None
+    ):
         self.size = size
         self.stride = -(-size // 128) * 128
         self.data = np.zeros(programs * self.stride, np.uint8)
         granules = programs * self.stride // granule
-        self.tracker = Tracker(granules, granule, threads, shared=True)
+        self.tracker: Any = (
+            Tracker(granules, granule, threads, shared=True)
+            if clocks is None
+            else ClockTracker(granules, granule, threads, clocks)
+        )
 
     def places(self, addresses: np.ndarray, size: int, programs: np.ndarray, verb: str):
         """First bytes in `data` of accesses of `size` bytes."""
@@ -190,24 +199,38 @@ class SharedMemory:
         return first + programs * self.stride
 
     def load(self, first: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
+        self.check(first, self.tracker.read(self._written(first, size), stamps))
+        return taken(self.data, first, size)
+
+    def _written(self, first: np.ndarray, size: int) -> np.ndarray:
+        """The granules there, which must have been written."""
         cells = self.tracker.cells(first, size)
         nobody = (self.tracker.written[cells] == 0).any(1)
-        self._check(first, ("reads shared memory that nobody wrote", nobody))
-        self._check(first, self.tracker.read(cells, stamps))
+        self.check(first, ("reads shared memory that nobody wrote", nobody))
+        return cells
+
+    def begin_read(self, first: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
+        """What lies there, which is read asynchronously from now on."""
+        self.check(first, self.tracker.begin_read(self._written(first, size), stamps))
+        return taken(self.data, first, size)
+
+    def end_read(self, first: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
+        """What lies there at the end of what begin_read began."""
+        self.check(first, self.tracker.end_read(self.tracker.cells(first, size), stamps))
         return taken(self.data, first, size)
 
     def store(self, first: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         size = values.shape[1]
         same = (taken(self.data, first, size) == values).all(1)
-        self._check(first, self.tracker.write(self.tracker.cells(first, size), stamps, same))
+        self.check(first, self.tracker.write(self.tracker.cells(first, size), stamps, same))
         self.put(first, values)
         twice = (taken(self.data, first, size) != values).any(1)
-        self._check(first, (TWO_VALUES, twice))
+        self.check(first, (TWO_VALUES, twice))
 
     def begin(self, first: np.ndarray, size: int, stamps: np.ndarray) -> None:
         """An asynchronous copy to these places is under way."""
         cells = self.tracker.cells(first, size)
-        self._check(first, self.tracker.write(cells, stamps, flag=FLAG))
+        self.check(first, self.tracker.write(cells, stamps, flag=FLAG))
 
     def land(self, first: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         """A copy is complete there."""
@@ -219,7 +242,8 @@ class SharedMemory:
         kind, values = WORDS[size], np.ascontiguousarray(values)
         self.data.view(kind)[first // size] = values.view(kind)[:, 0]
 
-    def _check(self, first: np.ndarray, wrong: tuple) -> None:
+    def check(self, first: np.ndarray, wrong: tuple) -> None:
+        """Raises Fault where something is wrong there."""
         what, bad = wrong
         if bad.any():
             place = first[bad][0]

@@ -43,7 +43,15 @@ class Vector:
     items: tuple
 
 
-Operand = Register | Number | Symbol | Address | Vector
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Of a tensor map: where the map is, and the first element, the last axis first."""
+
+    map: Address
+    first: Vector
+
+
+Operand = Register | Number | Symbol | Address | Vector | Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,8 @@ class Kernel:
     """As sm_90a."""
     parameters: dict[str, int]
     """Name → alignment in bytes that XLA promises."""
+    blocks: dict[str, int]
+    """Those that are bytes by value → how many."""
     threads: int
     registers: dict[str, np.dtype]
     """Prefix, such as %rd → how its registers are kept."""
@@ -83,7 +93,10 @@ WIDTHS = {"pred": np.dtype(bool), "16": np.dtype("u2"), "32": np.dtype("u4"), "6
 """By the end of a register's type."""
 
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s[^,]*?\.align\s+(\d+)\s+(?:\.b8\s+)?(\w+)(?:\[(\d+)\])?")
 _ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.[bsuf](\d+)\s+([\w$]+)(?:\[(\d+)\])?;")
+DYNAMIC = "__dynamic_shmem__"
+"""What Mosaic calls shared memory whose size the launch says."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,19 +108,24 @@ def parse(module: str) -> Kernel:
     if entry is None or target is None:
         raise Fault("no .entry or no .target in this text")
     name, parameters, directives, body = entry.groups()
-    threads = re.search(r"\.reqntid\s+(\d+)", directives)
+    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", directives)
     if threads is None:
         raise Fault(f"{name} has no .reqntid")
+    body = _with_unique_names(body)
+    given = _PARAMETER.findall(parameters)
     arrays = {"shared": {}, "local": {}}
     sizes = {"shared": 0, "local": 0}
     for space, align, bits, array, count in _ARRAY.findall(text[: entry.start()] + body):
+        if array.startswith(DYNAMIC):
+            continue
         first = -(-sizes[space] // int(align)) * int(align)
         arrays[space][array], sizes[space] = first, first + int(bits) // 8 * int(count or 1)
     code, labels = _code(body)
     return Kernel(
         name,
         target[1],
-        {p: int(a) for a, p in re.findall(r"\.param\s.*?\.align\s+(\d+)\s+(\w+)", parameters)},
+        {parameter: int(alignment) for alignment, parameter, _ in given},
+        {parameter: int(size) for _, parameter, size in given if size},
         int(threads[1]),
         _registers(body),
         arrays["shared"],
@@ -117,6 +135,20 @@ def parse(module: str) -> Kernel:
         tuple(code),
         labels,
     )
+
+
+def _with_unique_names(body: str) -> str:
+    """Blocks of inline assembly have registers and labels of their own: each gets a name that is
+    no other's."""
+    for number, block in enumerate(re.findall(r"\{((?:[^{}]|\{[^{};]*\})*;[^{}]*)\}", body)):
+        renamed = block
+        declared = re.findall(r"\.reg\s+\.\w+\s+([^;]+);", block)
+        for name in re.findall(r"(?<![%\w])[A-Za-z]\w*", " ".join(declared)):
+            renamed = re.sub(rf"(?<![%\w.]){name}\b", f"%own{number}_{name}", renamed)
+        for name in re.findall(r"^\s*([A-Za-z]\w*):", block, re.M):
+            renamed = re.sub(rf"(?<![%\w.]){name}\b", f"$own{number}_{name}", renamed)
+        body = body.replace("{" + block + "}", "{" + renamed + "}", 1)
+    return body
 
 
 def _registers(body: str) -> dict[str, np.dtype]:
@@ -136,7 +168,7 @@ def _code(body: str) -> tuple[list[Instruction], dict[str, int]]:
     body = re.sub(r"(\$[\w$]+):", r"\1:;", body)
     for piece in body.split(";"):
         statement = piece.strip()
-        if re.match(r"\.reg\b", statement.lstrip("{ \n\t")):
+        if re.match(r"\.reg\b", statement.lstrip("{} \n\t")):
             continue  # inside of inline assembly; its names are unique
         while statement[:1] in ("{", "}"):  # blocks of inline assembly
             statement = statement[1:].strip()
@@ -170,6 +202,9 @@ def _split(text: str) -> list[str]:
 def _operand(text: str) -> Operand:
     if text.startswith("{"):
         return Vector(tuple(_operand(o) for o in _split(text[1:-1])))
+    if text.startswith("[") and "{" in text:
+        at, first = _split(text[1:-1])
+        return Tile(_operand(f"[{at}]"), _operand(first))  # type: ignore[arg-type]
     if text.startswith("["):
         found = re.fullmatch(r"([%$\w.]+)\s*(?:\+\s*(-?\w+))?", text[1:-1].strip())
         if found is None:

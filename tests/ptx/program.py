@@ -8,9 +8,12 @@ grid and its shared memory, and the metadata which thunk is of which instruction
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import inspect
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -58,8 +61,8 @@ class Op:
     def operands(self) -> list[str]:
         return re.findall(r"%([\w.-]+)", _until_closed(self.rest))
 
-    def attribute(self, name: str) -> str:
-        found = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
+    def attribute(self, name: str, pattern: str = "") -> str:
+        found = re.search(pattern or rf"\b{name}=%?([\w.-]+)", self.rest)
         if found is None:
             raise Fault(f"{self.name} has no {name}")
         return found[1]
@@ -100,6 +103,8 @@ class Program:
     """Of kernels, by instruction; a large sort has several."""
     ptx: Mapping[str, str]
     """Modules by the name of their kernel."""
+    mosaic: Mapping[str, tuple[str, str]]
+    """Kernels of Mosaic GPU, by instruction: (module, the host's function)."""
 
 
 def compile_program(card: str, function: Callable, *args: Any, **options: Any) -> Program:
@@ -114,9 +119,51 @@ def compile_program(card: str, function: Callable, *args: Any, **options: Any) -
             overrides = {**env_options_overrides, **dumps}
             return get_compile_options(*args, env_options_overrides=overrides, **kwargs)
 
-        with mock.patch.object(compiler, "get_compile_options", with_dump):
+        with (
+            mock.patch.object(compiler, "get_compile_options", with_dump),
+            mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_HOST_LLVM="1"),
+            _stdout(Path(dump) / "mosaic.txt"),
+        ):
             compile_for(card, function, *args, **options)
         return read_dump(Path(dump))
+
+
+@contextlib.contextmanager
+def _stdout(path: Path) -> Iterator[None]:
+    """Inside, what this process prints goes to a file, also what is no Python."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            yield
+    finally:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _of_mosaic(
+    printed: str, computations: Mapping[str, Mapping[str, Op]]
+) -> dict[str, tuple[str, str]]:
+    """Program.mosaic: it compiles and prints each kernel once, in the order of the schedule."""
+    modules = re.findall(r"^\.version.*?^\}", printed, re.DOTALL | re.MULTILINE)
+    hosts = re.findall(r"^define void @(?!_mlir_)\w+\([^)]*\) \{.*?^\}", printed, re.DOTALL | re.M)
+    hosts = [host for host in hosts if "_mosaic_gpu_init(" not in host]
+    calls = {
+        op.name: op.attribute("kernel_hash", r"kernel_hash = (\"(?:[^\"\\]|\\.)*\")")
+        for ops in computations.values()
+        for op in ops.values()
+        if 'custom_call_target="mosaic_gpu_v2"' in op.rest
+    }
+    kernels = list(dict.fromkeys(calls.values()))
+    if not len(kernels) == len(modules) == len(hosts):
+        raise Fault(f"{len(kernels)} kernels of Mosaic GPU, {len(modules)} modules of PTX")
+    return {
+        name: (modules[kernels.index(one)], hosts[kernels.index(one)])
+        for name, one in calls.items()
+    }
 
 
 def read_dump(dump: Path) -> Program:
@@ -141,7 +188,8 @@ def read_dump(dump: Path) -> Program:
             thunks.setdefault(name, []).append(kernels[int(number)])
     modules = [path.read_text() for path in dump.glob("*.ptx")]
     ptx = {found[1]: m for m in modules if (found := re.search(r"\.entry\s+([\w$]+)", m))}
-    return Program(computations, entry, places, sizes, thunks, ptx)
+    mosaic = _of_mosaic(text("mosaic.txt"), computations)
+    return Program(computations, entry, places, sizes, thunks, ptx, mosaic)
 
 
 def _until_closed(text: str) -> str:
@@ -301,7 +349,9 @@ class Execution:
     def _carry_out(self, ops: Mapping[str, Op], op: Op) -> None:
         if op.opcode in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
             return
-        if op.name in self.program.thunks:
+        if op.name in self.program.mosaic:
+            self._launch_of_mosaic(ops, op)
+        elif op.name in self.program.thunks:
             self._begin_sort(ops, op)
             for thunk in self.program.thunks[op.name]:
                 self._launch(ops, op, thunk)
@@ -348,6 +398,35 @@ class Execution:
             self._view(self.place(ops, op.name, index))[:] = source
 
     def _launch(self, ops: Mapping[str, Op], op: Op, thunk: Thunk) -> None:
+        arguments = self._arguments(ops, op)
+        kernel = self._kernel(thunk.kernel, self.program.ptx[thunk.kernel])
+        # XLA's own kernels that never wait are launched so that they need not.
+        waits = any(ins.parts[0] == "griddepcontrol" for ins in kernel.code)
+        launch = Launch(
+            thunk.grid,
+            max(thunk.shared - kernel.shared_bytes, 0),
+            overlaps=op.opcode == "custom-call" or waits,
+            **self.launch,
+        )
+        self._run(thunk.kernel, kernel, arguments, launch)
+
+    def _launch_of_mosaic(self, ops: Mapping[str, Op], op: Op) -> None:
+        module, host = self.program.mosaic[op.name]
+        kernel = self._kernel(op.name, module)
+        launch = Launch((1, 1, 1), host=host, overlaps=False, **self.launch)
+        self._run(op.name, kernel, self._arguments(ops, op), launch)
+
+    def _kernel(self, name: str, module: str) -> Kernel:
+        if name not in self.kernels:
+            self.kernels[name] = parse(self.edit(module))
+        return self.kernels[name]
+
+    def _run(self, name: str, kernel: Kernel, arguments: list[Buffer], launch: Launch) -> None:
+        count = machine.run(kernel, arguments, launch)
+        self.issued[name] = self.issued.get(name, 0) + count
+
+    def _arguments(self, ops: Mapping[str, Op], op: Op) -> list[Buffer]:
+        """The buffers of a kernel: its operands, its results."""
         reads = [
             self.place(ops, name, i) for name in op.operands for i, _ in leaves(ops[name].type)
         ]
@@ -360,20 +439,7 @@ class Execution:
             one = buffers.setdefault(place, Buffer(name, view, False))
             one.writable |= place in writes
         self._check_overlaps(list(buffers))
-        if thunk.kernel not in self.kernels:
-            self.kernels[thunk.kernel] = parse(self.edit(self.program.ptx[thunk.kernel]))
-        kernel = self.kernels[thunk.kernel]
-        # XLA's own kernels that never wait are launched so that they need not.
-        waits = any(ins.parts[0] == "griddepcontrol" for ins in kernel.code)
-        launch = Launch(
-            thunk.grid,
-            max(thunk.shared - kernel.shared_bytes, 0),
-            overlaps=op.opcode == "custom-call" or waits,
-            **self.launch,
-        )
-        arguments = [buffers[place] for place in (*reads, *writes)]
-        count = machine.run(kernel, arguments, launch)
-        self.issued[thunk.kernel] = self.issued.get(thunk.kernel, 0) + count
+        return [buffers[place] for place in (*reads, *writes)]
 
     def _check_overlaps(self, places: list[Place]) -> None:
         for i, a in enumerate(places):

@@ -115,6 +115,9 @@ class Tracker:
         self.note_read(cells, stamps)
         return "", FINE
 
+    begin_read = end_read = read
+    """Of what is read asynchronously: at its beginning and at its end."""
+
     def note_read(self, cells: np.ndarray, stamps: np.ndarray) -> None:
         """As `read`, but nothing is wrong."""
         me = np.broadcast_to(stamps[:, None], cells.shape)

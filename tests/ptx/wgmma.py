@@ -60,7 +60,7 @@ class Products:
         return Pending(*parts, one.names)
 
     def _complete(self, m, one: Pending) -> None:
-        if not np.array_equal(read(m, one.lanes, one.places), one.seen):
+        if not np.array_equal(read(m, one.lanes, one.places, "end_read"), one.seen):
             raise Fault("shared memory changed while a product read it")
         for name in one.names:
             if name in m.unset:
@@ -69,10 +69,13 @@ class Products:
                     del m.unset[name]
 
 
-def read(m, lanes: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """uint8[warpgroups, n, 16], in the name of each warpgroup's first lane."""
-    stamps = np.broadcast_to(m.stamps[lanes[:, :1]], places.shape)
-    return m.shared.load(places.ravel(), 16, stamps.ravel()).reshape(*places.shape, 16)
+def read(m, lanes: np.ndarray, places: np.ndarray, how: str) -> np.ndarray:
+    """uint8[warpgroups, n, 16], in the name of the first lane of each of a warpgroup's warps; how:
+    begin_read or end_read."""
+    for warp in range(0, 128, 32) if m.clocks is not None else (0,):
+        stamps = np.broadcast_to(m.stamps[lanes[:, warp : warp + 1]], places.shape)
+        data = getattr(m.shared, how)(places.ravel(), 16, stamps.ravel())
+    return data.reshape(*places.shape, 16)
 
 
 def bind(ins: Instruction) -> Step | None:
@@ -168,7 +171,7 @@ def _product(ins: Instruction) -> Step:
         def operand(descriptor, count, transposed):
             value = np.broadcast_to(descriptor(m, idx), (rows.size,)).reshape(rows.shape)
             places = _places(m, rows, value, count, transposed)
-            data = read(m, rows, places)
+            data = read(m, rows, places, "begin_read")
             return _matrix(data, count, transposed, kind), places, data
 
         second, *reads = operand(of_b, columns, bool(signs[-1]))
