@@ -1,10 +1,12 @@
 """The controller asks policies at their moments, and turns their decisions into contents of tables
-and a bounded list of transfers. It is host code over numpy, without a device or a clock."""
+and a bounded list of transfers. It is host code over numpy, without a device, and no decision
+depends on a clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -199,6 +201,8 @@ class Controller:
         self.max_running: int | None = None
         self.budget_deferred = 0
         """How often a budget had to wait because KV in use was in the way."""
+        self.policy_s = 0.0
+        """Seconds in the policies' own Python so far."""
         self._contents: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
@@ -426,7 +430,9 @@ class Controller:
         observation = Observation(interval=seat.intervals, **always, **fields)
         when = f"{shown.moment.name} of step {shown.step}"
         try:
+            began = time.perf_counter()
             answer = seat.policy.decide(seat.state, observation)
+            self.policy_s += time.perf_counter() - began
         except Exception as error:
             error.add_note(f"in policy {seat.name} at {when}")
             error.add_note(

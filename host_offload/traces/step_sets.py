@@ -41,6 +41,19 @@ def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet
         yield StepSet(step.number, step.kind, waves, len(step.ids), active)
 
 
+def needed_experts(trace: Trace) -> np.ndarray:
+    """Returns bool[T, L, E]: the experts that each step of a whole run needs. Raises ValueError for
+    a trace that lacks steps, and like read_step_sets."""
+    steps = list(read_step_sets(trace))
+    if any(step.number != place for place, step in enumerate(steps)):
+        raise ValueError(
+            f"{trace.directory} lacks steps of its run (one failed, or it began later), so what "
+            "knows the run would be out of step"
+        )
+    needed = np.array([step.active for step in steps], bool)
+    return needed.reshape(-1, trace.header.layers, trace.header.experts)
+
+
 def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
     """Returns (the set bool[L, E], waves) of one step; waves are 1 if the trace does not know.
     Raises TraceError like read_step_sets."""

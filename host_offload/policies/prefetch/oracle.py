@@ -8,7 +8,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, State
 from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.step_sets import read_step_sets
+from host_offload.traces.step_sets import needed_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +64,7 @@ class Oracle:
 
 def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
     """The oracle of a run, from its trace. Raises ValueError for a trace that lacks steps."""
-    steps = list(read_step_sets(trace))
-    if any(step.number != place for place, step in enumerate(steps)):
-        raise ValueError(
-            f"{trace.directory} lacks steps of its run (one failed, or it began later), so an "
-            "oracle would be out of step"
-        )
-    needed = np.array([step.active for step in steps], bool)
-    return Oracle(needed.reshape(-1, trace.header.layers, trace.header.experts), horizon)
+    return Oracle(needed_experts(trace), horizon)
 
 
 def read(path: str) -> Oracle:

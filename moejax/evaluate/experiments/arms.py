@@ -21,6 +21,7 @@ from host_offload.control.rules import (
 )
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.policies.eviction.belady import belady_of
 from host_offload.policies.eviction.eviction_names import POLICIES, with_eviction
 from host_offload.policies.prefetch import expertflow
 from host_offload.policies.prefetch.fitted import learned_bytes
@@ -45,7 +46,11 @@ BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """Decisions that a policy of a grid may not make, since its engine's arena is that of the largest
 budget."""
 
-TRAIN, RUN, ORACLE = "train", "run", "oracle"
+TRAIN, RUN = "train", "run"
+
+CONTROLS: Mapping[str, Callable[..., Policy]] = {"oracle": oracle_of, "belady": belady_of}
+"""Makers of the policy of NAME=run, by name, from the trace of the very run: the prefetch and the
+eviction that know it."""
 
 LEARNERS: Mapping[str, Callable[..., Policy]] = {
     **POLICIES.fits,
@@ -87,7 +92,7 @@ the prices and, with `train`, a trace when a run begins."""
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """A policy that a trace of the grid makes: NAME=train, or `oracle=run`, which knows the run."""
+    """A policy that a trace of the grid makes: NAME=train, or NAME=run, which knows the run."""
 
     name: str
     settings: Mapping[str, Any]
@@ -132,11 +137,11 @@ class Arm:
     @property
     def learns(self) -> tuple[str, ...]:
         """Names of its policies that have not learned yet."""
-        return tuple(p.name for p in self.given if isinstance(p, Later) and p.name != ORACLE)
+        return tuple(p.name for p in self.given if isinstance(p, Later) and p.name not in CONTROLS)
 
     @property
     def knows_run(self) -> bool:
-        return any(isinstance(each, Later) and each.name == ORACLE for each in self.given)
+        return any(isinstance(each, Later) and each.name in CONTROLS for each in self.given)
 
     @property
     def train_arrays(self) -> frozenset[str]:
@@ -155,7 +160,7 @@ class Arm:
         with user_errors(where=f"policy {self.name!r}: "):
             given = tuple(
                 each.make(trace, router)
-                if isinstance(each, Later) and each.name != ORACLE
+                if isinstance(each, Later) and each.name not in CONTROLS
                 else each
                 for each in self.given
             )
@@ -176,9 +181,11 @@ class Arm:
 
     def policies_in(self, trace: Trace | None) -> tuple[Policy, ...]:
         """The policies of a run whose routing is that of `trace`."""
-        oracles = [one for one in self.given if isinstance(one, Later) and one.name == ORACLE]
-        assert trace is not None or not oracles
-        return *self.policies, *(oracle_of(trace, **one.settings) for one in oracles)  # type: ignore[arg-type]
+        if not self.knows_run:
+            return self.policies
+        assert trace is not None
+        given = [one.make(trace, None) if isinstance(one, Later) else one for one in self.given]
+        return with_eviction(None, given)[1]
 
     @property
     def moves_cells(self) -> bool:
@@ -219,7 +226,7 @@ def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
     """Returns the arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or
     FILE.py:CLASS, each with optional settings, `mixtral-offloading,count=1`; several with + between
     them. LRU evicts if none of them does. NAME=train learns from the texts' training part;
-    oracle=run is a control that knows the run.
+    oracle=run and belady=run are controls that know the run.
 
     - `home`: where relative files are.
     - `shared`: whether experts and KV share a memory, whose line policies may move (MOVERS too).
@@ -255,8 +262,8 @@ def _read_policy(
         if base == expertflow.NAME:  # before a model is loaded and a trace recorded
             with user_errors(where=where):
                 check_trainer()
-    elif name == f"{ORACLE}={RUN}":
-        made = oracle_of
+    elif path == RUN and base in CONTROLS:
+        made = CONTROLS[base]
     elif path and base in PREFETCH.from_path:
         at = (home / path).resolve()
         with user_errors(where=where):
@@ -267,7 +274,7 @@ def _read_policy(
     with user_errors(where=where):
         settings = parse_pairs(name, pairs, setting_readers(made))
     with as_user_error(f"{where}{name} fails"), record_reads() as reads:
-        if learns or made is oracle_of:
+        if learns or path == RUN:
             found: Policy | Later = Later(base, settings, made, arrays)
         else:
             found = made(**settings)
@@ -285,8 +292,9 @@ def _find_policy(name: str, known: Mapping[str, Any]) -> Any:
     if name in known:
         return known[name]
     with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))
+    runs = ", ".join(f"{n}={RUN}" for n in CONTROLS)
     raise UserError(
         f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, "
-        f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or FILE.py:CLASS of "
+        f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {runs}, or FILE.py:CLASS of "
         "your own (docs/extending/write_a_policy.md); several together as A + B"
     )

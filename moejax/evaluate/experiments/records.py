@@ -28,7 +28,10 @@ PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 KEYS = (*PLACE, "repeat")
 """Columns that no two records share."""
 
-TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s", "cpu_s")
+TIMES = (
+    *("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s", "cpu_s"),
+    "policy_s",
+)
 """Columns whose medians have intervals, and that are compared in pairs."""
 
 UNEQUAL = ("session", *TIMES, "wall_s")
@@ -87,8 +90,9 @@ class Records:
         """Returns a row for each cell: counts, which repeats share, and medians over repeats.
         `_low` and `_high` are the ends of a 95% interval, if there are enough repeats. `_ratio` is
         the median ratio to the baseline with the same driver in the same repeat of the same
-        session, with its interval. `counts_differ`: repeats moved different experts, so the policy
-        depends on time."""
+        session, with its interval; `ratio_apart`: its engine is another one than the baseline's,
+        since its policy has steps output arrays. `counts_differ`: repeats moved different experts,
+        so the policy depends on time."""
         cells: dict[tuple[Any, ...], list[Line]] = {}
         for row in self.rows:
             if row["mode"] != "quality":
@@ -113,6 +117,13 @@ class Records:
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
+        apart = {row["repeat"]: row for row in others if row["error"] is None}
+        found["ratio_apart"] = not any((row["repeat"], row["session"]) in pairs for row in whole)
+        pair_of = (
+            (lambda row: apart.get(row["repeat"]))
+            if found["ratio_apart"]
+            else (lambda row: pairs.get((row["repeat"], row["session"])))
+        )
         for name in TIMES:
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
@@ -121,7 +132,7 @@ class Records:
             ratios = [
                 row[name] / pair[name]
                 for row in whole
-                if (pair := pairs.get((row["repeat"], row["session"]))) and row.get(name)
+                if (pair := pair_of(row)) and row.get(name) and pair.get(name)
             ]
             if ratios:
                 found |= _median(f"{name}_ratio", ratios)

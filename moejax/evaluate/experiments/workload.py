@@ -101,6 +101,8 @@ def run(engine: Engine, workload: Workload) -> dict[str, Any]:
     transfers: Mapping[str, Mapping[str, int]] = {}
     if control is not None:
         control.controller.finish()
+        steps = sum(counter.columns()[f"{kind}_steps"] for kind in KINDS)
+        spent["policy_s"] = control.controller.policy_s / max(steps, 1)
         transfers = control.controller.stats()["transfers"]
     return {**columns, **counter.columns(), **transfer_columns(transfers), **spent}
 

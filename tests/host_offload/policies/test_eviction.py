@@ -11,6 +11,7 @@ from host_offload.control.controller import Controller
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction import static
+from host_offload.policies.eviction.belady import belady_of
 from host_offload.policies.eviction.eviction_names import (
     EVICTION,
     POLICIES,
@@ -18,6 +19,7 @@ from host_offload.policies.eviction.eviction_names import (
 )
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.static import Static
+from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
 from tests.host_offload.memory.layered_device import LayeredDevice
@@ -116,6 +118,25 @@ def test_fifo_is_exact_where_the_lag_cannot_matter(run):
     for layer in range(LAYERS):
         got = [set(np.flatnonzero(missed[layer]).tolist()) for missed in simulation.missed]
         assert got == fifo_misses(sets, 6, layer)
+
+
+@pytest.mark.parametrize("driver", ["device", "host"])
+def test_belady_moves_hardly_more_than_min(tmp_path, driver):
+    """A control that knows the run is at the bound that `simulate.bounds` computes; a step's own
+    experts keep their cells, so not quite where cells are few."""
+    trace = write_trace(
+        tmp_path / "t", random_routing(np.random.default_rng(1), 80, LAYERS, EXPERTS, 3), EXPERTS
+    )
+    references, policy = read_references(trace), belady_of(trace)
+    for cells, most in ((3, 1.1), (5, 1.03), (7, 1.0)):
+        moved = simulate(trace, policies=[policy], cells=cells, driver=driver).transfers.sum()
+        least = min_transfers(references, cells).sum()
+        assert least <= moved <= most * least
+        assert (
+            cells == 7 or moved < 0.7 * simulate(trace, cells=cells, driver=driver).transfers.sum()
+        )
+    with pytest.raises(ValueError, match="the future is of a model with"):
+        policy.init(dataclasses.replace(spec(), experts=EXPERTS + 1))
 
 
 # ---- static

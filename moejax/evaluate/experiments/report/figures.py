@@ -55,10 +55,12 @@ def plots_of(panel: Panel) -> Iterator[Plot]:
     if link := panel.link:
         floor = _bound(panel, "link", lambda line: line["decode_bytes"] / steps / link * 1e3)
         times += [one._replace(name="MIN over the link") for one in floor]
-    yield Plot("times", "ms an output token, median", times, log=True)
+    repeats = max(line["runs"] for line in timed)
+    stated = f"median of {repeats:.0f}, bars: 95%"
+    yield Plot("times", f"ms an output token ({stated})", times, log=True)
     ratios = [line for line in timed if line.get("tpot_p50_s_ratio")]
     if len({line["policy"] for line in ratios}) > 1:
-        yield Plot("ratios", "ms an output token / baseline's", _series(ratios, _ratio))
+        yield Plot("ratios", f"ms an output token / baseline's ({stated})", _series(ratios, _ratio))
 
 
 def _sure(value: float) -> Interval:
@@ -91,6 +93,14 @@ def _bound(panel: Panel, name: str, value: Callable[[Line], float]) -> list[Seri
     return [Series(name, points, True)] if points else []
 
 
+def points_of(plot: Plot) -> Iterator[tuple[object, ...]]:
+    """Yields the rows of a table of the plot's points, headings first."""
+    yield "line", "MiB of experts", plot.y_label, "95% from", "to"
+    for one in plot.series:
+        for x, (y, low, high) in one.points:
+            yield one.name, x, y, low, high
+
+
 def draw(plot: Plot) -> str:
     """Draws the plot as an SVG element. Raises ImportError without matplotlib."""
     from matplotlib import rc_context
@@ -109,8 +119,11 @@ def draw(plot: Plot) -> str:
             style = {"marker": markers[i % len(markers)], "markersize": 4, "capsize": 2}
             axes.errorbar(xs, ys, yerr=ends, label=one.name, **style)
         axes.set(xlabel="MiB of experts on the device", ylabel=plot.y_label)
-        if plot.log and all(y > 0 for one in plot.series for _, (y, _, _) in one.points):
+        drawn = [y for one in plot.series if not one.bound for _, ends in one.points for y in ends]
+        if plot.log and min(drawn) > 0:
             axes.set_yscale("log")
+            # A bound that is far below would press the data into a line.
+            axes.set_ylim(min(drawn) / 1.5, max(drawn) * 1.5)
         else:
             axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -14,7 +14,7 @@ import yaml
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import Records
-from moejax.evaluate.experiments.report.figures import draw, plots_of
+from moejax.evaluate.experiments.report.figures import draw, plots_of, points_of
 from moejax.evaluate.experiments.report.tables import Table, panels, tables_of
 
 ABOUT = """\
@@ -22,7 +22,8 @@ Counts are of the decode steps after one prefill step, from a cold start. misses
 of all layers, that a step had to wait for; + ahead: with those moved ahead of need; MIN: the \
 fewest that any policy can move, both together, with as many cells, whatever prefill left \
 (Belady), where it is claimed. Times are medians over repeats, in brackets their 95% intervals; \
-× baseline: the median ratio to {baseline} with the same driver in the same repeat."""
+× baseline: the median ratio to {baseline} with the same driver in the same repeat (~: of another \
+engine, since the policy has steps output arrays); policy ms/step: its own Python."""
 
 NO_FIGURES = "without matplotlib there are no figures: pip install 'moejax[plot]'"
 
@@ -37,19 +38,20 @@ Plots = Mapping[str, Mapping[str, str]]
 
 
 def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
-    """Writes report.html, and report.md with its plots as SVG files and its tables as CSV. Returns
-    their paths, the page first. Raises UserError if there is nothing to report or a file cannot be
-    written."""
+    """Writes report.html, and report.md with its plots as SVG files; the numbers of both
+    as CSV. Returns their paths, the page first. Raises UserError if there is nothing to report or a
+    file cannot be written."""
     if not records.rows:
         raise UserError(f"{records.directory} has no records yet; run moejax ablate first")
     plots = _plots(records)
     files = {f"report.{kind}": page(records, plots, kind) for kind in ("html", "md")}
     for table in tables_of(records):
-        file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows([table.headings, *table.rows])
-        files[f"{_stem(table.title)}.csv"] = file.getvalue()
+        files[f"{_stem(table.title)}.csv"] = _csv([table.headings, *table.rows])
     for title, drawn in plots.items():
         files |= {f"{_stem(title)}-{name}.svg": svg for name, svg in drawn.items()}
+    for panel in panels(records) if plots else ():
+        for plot in plots_of(panel):
+            files[f"{_stem(panel.title)}-{plot.name}.csv"] = _csv(points_of(plot))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -59,6 +61,12 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise UserError(f"{directory} cannot be written: {error.strerror}") from None
     return tuple(directory / name for name in files)
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
 
 
 def _stem(title: str) -> str:

@@ -238,7 +238,10 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "recall": _recall,
     "bytes/step": lambda line: format_bytes(round(line["decode_bytes"] / line["steps"])),
     "TPOT p50 ms": _median("tpot_p50_s", 1e3),
-    "× baseline": _median("tpot_p50_s_ratio", 1, 3),
+    "× baseline": lambda line: (
+        ("~ " if line.get("ratio_apart") else "") + _median("tpot_p50_s_ratio", 1, 3)(line)
+    ),
+    "policy ms/step": _median("policy_s", 1e3),
     "p99 ms": _median("tpot_p99_s", 1e3),
     "TTFT ms": _median("ttft_s", 1e3),
     "tokens/s": _median("tokens_per_s", 1, 1),

@@ -250,9 +250,13 @@ def test_the_page_needs_nothing_else(records, tmp_path):
     for path in paths[2:]:
         assert f"({path.name})" in markdown or path.suffix == ".csv"
     (table,) = [
-        path for path in paths if path.name.startswith("report-math") and "csv" in path.name
+        path
+        for path in paths
+        if path.name.startswith("report-math") and path.name.endswith("tokens.csv")
     ]
     assert table.read_text().startswith("policy,budget,MiB,misses/step")
+    (points,) = [path for path in paths if path.name.endswith("times.csv")]
+    assert points.read_text().startswith('line,MiB of experts,"ms an output token (median of 6,')
     assert len(list((tmp_path / "report").iterdir())) == len(paths)
 
 
