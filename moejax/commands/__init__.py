@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 EXIT_USER_ERROR = 2
@@ -23,6 +24,7 @@ def add_command(
     text: str,
     epilog: str | None = None,
     description: str | None = None,
+    more: str = "",
 ) -> argparse.ArgumentParser:
     """Adds the parser of a command.
 
@@ -30,6 +32,7 @@ def add_command(
     - `text`: what the command does, in a few words.
     - `epilog`, `description`: the end and the begin of the command's help; by default nothing, and
       `text` as a sentence.
+    - `more`: what --help-all adds to the end.
     """
     parser = commands.add_parser(
         name,
@@ -39,8 +42,38 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, more=more)
     return parser
+
+
+def put_aside(actions: Iterable[argparse.Action]) -> None:
+    """Leaves options out of --help; --help-all shows them."""
+    for action in actions:
+        action.aside = True  # type: ignore[attr-defined]
+
+
+def brief_help(parser: argparse.ArgumentParser, width: int = 80) -> str:
+    """Returns the help of a command on a page: a line for each option that was not put aside."""
+    shown: dict[str, list[str]] = {}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            if action.help == argparse.SUPPRESS or getattr(action, "aside", False):
+                continue
+            metavar = str(action.metavar or action.dest.upper()).replace("[,KEY=VALUE…]", "[,…]")
+            takes = "" if action.nargs == 0 else f" {metavar}"
+            if action.choices:
+                takes = f" {{{','.join(map(str, action.choices))}}}"
+            flag = action.option_strings[-1] + takes if action.option_strings else takes.strip()
+            text = (action.help or "").replace("%%", "%").partition(" (default: ")[0]
+            text = textwrap.shorten(text, width - 29, placeholder=" …")
+            lines = [f"  {flag:<26} {text}"] if len(flag) < 27 else [f"  {flag}", " " * 29 + text]
+            shown.setdefault(group.title or "", []).extend(lines)
+    takes = "".join(f" [{a.metavar or a.dest}]" for a in parser._get_positional_actions())
+    lines = [f"usage: {parser.prog} [OPTION …]{takes}    (--help-all: every option in full)", ""]
+    lines += [*textwrap.wrap(parser.description or "", width), ""]
+    for title, each in shown.items():
+        lines += [f"{title}:", *each]
+    return "\n".join([*lines, "", parser.epilog or ""]).rstrip() + "\n"
 
 
 def say(text: str) -> None:

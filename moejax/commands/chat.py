@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from moejax.commands import add_command, say
-from moejax.commands.generate import SAMPLING, add_sampling, format_summary, given_sampling
+from moejax.commands.generate import (
+    SAMPLING,
+    add_sampling,
+    add_template_values,
+    format_summary,
+    given_sampling,
+    template_values,
+)
 from moejax.commands.model import (
     add_model_option,
     add_model_options,
@@ -19,6 +28,8 @@ from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moejax import LLM
 
 MOST = 1024
@@ -31,10 +42,13 @@ _SAMPLING = SAMPLING | {
     )
 }
 
+QUOTE = '"""'
+"""Begins and ends a message of several lines."""
+
 SESSION = "chat"
 """The session of all turns, whose KV stays in memory."""
 
-_EPILOG = """\
+_EPILOG = '''\
 examples:
   moejax chat
       with the embedded model
@@ -48,14 +62,15 @@ within the conversation:
   /stats          what ran and what it cost
   /exit, Ctrl-D   end
   Ctrl-C          stop the answer; at the prompt, end
-  a line that ends with \\ goes on in the next one
-"""
+  a line that ends with \\ goes on in the next one; """ begins and ends several lines
+'''
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     chat = add_command(commands, "chat", _run, "talk to a model in the terminal", _EPILOG)
     add_model_option(chat, positional=True)
     chat.add_argument("--system", metavar="TEXT", help="the system's message")
+    add_template_values(chat)
     add_sampling(chat, _SAMPLING)
     add_model_options(chat)
     chat.set_defaults(json=False)
@@ -63,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = given_sampling(args)
+    given, values = given_sampling(args), template_values(args)
     with start_llm(args, engine_options(args)) as llm:
         tokenizer = llm.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
@@ -73,52 +88,96 @@ def _run(args: argparse.Namespace) -> int:
         usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MOST)
         params = dataclasses.replace(usual, **given)
         prompts = not args.quiet and sys.stdin.isatty()
-        _talk(llm, params, args.system, prompts, fits="max_tokens" not in given)
+        talk = Talk(llm, params, args.system, values, fits="max_tokens" not in given)
+        talk.run(prompts, markdown=not args.quiet and sys.stdout.isatty())
     return 0
 
 
-def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool, fits: bool) -> None:
-    """Reads messages and writes answers until the end of standard input, /exit, or Ctrl-C at the
-    prompt.
+class Talk:
+    """A conversation.
 
     - `system`: the system's message.
-    - `prompts`: write a prompt for each message.
+    - `values`: of names in the chat template.
     - `fits`: reduce max_tokens to what the context has room for.
     """
-    first = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(first)
-    if prompts:
-        say("/clear, /stats, /exit; Ctrl-C stops an answer")
-    while (text := _read_message(prompts)) is not None:
-        if text == "/exit":
-            return
-        if text == "/clear":
-            messages = list(first)
-        elif text == "/stats":
-            print(format_summary(llm.stats()), file=sys.stderr)
-        elif text.startswith("/"):
-            say(f"{text.split()[0]} is none of /clear, /stats and /exit")
-        elif text:
-            messages.append({"role": "user", "content": text})
-            try:
-                answer = _answer(llm, messages, _fit(llm, messages, params) if fits else params)
-            except UserError as error:  # such as a conversation longer than max_model_len
-                messages.pop()
-                say(f"{error}; /clear begins anew")
-            else:
-                messages.append({"role": "assistant", "content": answer})
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None = None,
+        values: Mapping[str, Any] | None = None,
+        fits: bool = False,
+    ):
+        self._llm, self._params, self._fits = llm, params, fits
+        self._values = dict(values or {})
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._first)
+
+    def run(self, prompts: bool, markdown: bool) -> None:
+        """Reads messages and writes answers until the end of standard input, /exit, or Ctrl-C at
+        the prompt.
+
+        - `prompts`: write a prompt for each message.
+        - `markdown`: show answers as what their markdown means.
+        """
+        if prompts:
+            with suppress(ImportError):
+                import readline  # noqa: F401  # keys that edit a line
+            say("/clear, /stats, /exit; Ctrl-C stops an answer")
+        while (text := read_message(prompts)) is not None:
+            if text == "/exit":
+                return
+            if text == "/clear":
+                self._messages = list(self._first)
+            elif text == "/stats":
+                print(format_summary(self._llm.stats()), file=sys.stderr)
+            elif text.startswith("/"):
+                say(f"{text.split()[0]} is none of /clear, /stats and /exit")
+            elif text:
+                self._ask(text, MarkdownWriter() if markdown else PlainWriter())
+
+    def _ask(self, text: str, writer: PlainWriter) -> None:
+        self._messages.append({"role": "user", "content": text})
+        try:
+            answer = self.answer(writer)
+        except UserError as error:  # such as a conversation longer than max_model_len
+            self._messages.pop()
+            say(f"{error}; /clear begins anew")
+        else:
+            self._messages.append({"role": "assistant", "content": answer})
+
+    def answer(self, writer: PlainWriter) -> str:
+        """Writes an answer while it is generated; Ctrl-C stops it. Returns its text."""
+        prompt = {"messages": list(self._messages), "chat_template_kwargs": self._values}
+        params = self._params
+        if self._fits:
+            room = self._llm.engine.scheduler.max_model_len - len(self._llm.encoder(prompt)[1])
+            params = dataclasses.replace(params, max_tokens=max(1, min(MOST, room)))
+        pieces: list[str] = []
+        with writer, suppress(KeyboardInterrupt):  # the iterator is closed with its last reference
+            for piece in self._llm.stream(prompt, params, session_id=SESSION):
+                writer.write(piece)
+                pieces.append(piece)
+        return "".join(pieces)
 
 
-def _read_message(prompts: bool) -> str | None:
+def read_message(prompts: bool) -> str | None:
     """Reads the next message; None at the end of standard input or after Ctrl-C."""
-    lines, prompt = [], "> " if prompts else ""
+    lines, prompt, quoted = [], "> " if prompts else "", False
     try:
         while True:
             line = input(prompt)
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line]).strip()
-            lines.append(line[:-1])
             prompt = ". " if prompts else ""
+            if not lines and not quoted and line.startswith(QUOTE):
+                line, quoted = line.removeprefix(QUOTE), True
+            if quoted and not line.rstrip().endswith(QUOTE):
+                lines.append(line)
+            elif not quoted and line.endswith("\\"):
+                lines.append(line[:-1])
+            else:
+                last = line.rstrip().removesuffix(QUOTE) if quoted else line
+                return "\n".join([*lines, last]).strip()
     except EOFError:
         return "\n".join(lines).strip() or None
     except KeyboardInterrupt:
@@ -126,21 +185,62 @@ def _read_message(prompts: bool) -> str | None:
         return None
 
 
-def _fit(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> SamplingParams:
-    """The params with max_tokens reduced to what the context has room for."""
-    _, prompt = llm.encoder({"messages": list(messages)})
-    room = llm.engine.scheduler.max_model_len - len(prompt)
-    return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+class PlainWriter:
+    """Writes an answer as it comes."""
+
+    def __enter__(self) -> PlainWriter:
+        return self
+
+    def write(self, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            print(flush=True)
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Writes an answer while it is generated; Ctrl-C stops it. Returns the written text."""
-    pieces: list[str] = []
-    try:
-        for piece in llm.stream({"messages": list(messages)}, params, session_id=SESSION):
-            print(piece, end="", flush=True)
-            pieces.append(piece)
-    except KeyboardInterrupt:  # the iterator is closed with its last reference
-        pass
-    print(flush=True)
-    return "".join(pieces)
+class MarkdownWriter(PlainWriter):
+    """Shows an answer as what its markdown means: each part for good once it is whole, and the
+    newest one as far as it came."""
+
+    def __init__(self, console: Console | None = None):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console, self._rest = console or Console(highlight=False), ""
+        self._live = Live(console=self._console, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> PlainWriter:
+        self._live.start()
+        return self
+
+    def write(self, piece: str) -> None:
+        from rich.markdown import Markdown
+
+        self._rest += piece
+        if (end := end_of_parts(self._rest)) > 0:
+            self._live.update("", refresh=True)
+            self._console.print(Markdown(self._rest[:end]), "")
+            self._rest = self._rest[end:]
+        self._live.update(Markdown(self._rest), refresh=True)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        from rich.markdown import Markdown
+
+        self._live.update("", refresh=True)
+        self._live.stop()
+        self._console.print(Markdown(self._rest))
+
+
+def end_of_parts(text: str) -> int:
+    """Returns where the last whole part of a markdown text ends: at an empty line that is in no
+    block of code."""
+    end = at = 0
+    fenced = False
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+        elif not fenced and line == "\n":
+            end = at
+    return end

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command, say
+from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command, put_aside, say
 from moejax.commands.model import (
     CLUSTER,
     add_described,
@@ -100,28 +100,29 @@ _FILES = {
 }
 _EPILOG = """\
 examples:
-  moejax generate "The old house"
-      the embedded demo model, everything resident
   moejax generate "The old house" --expert-budget 25% --temperature 0
-      a quarter of the experts in the arena, the rest fetched when needed; the same text
+      the embedded demo model, a quarter of its experts in the arena; the same text as with all
   moejax generate "def main():" --model /models/Qwen3-30B-A3B --memory 16GiB
       a Hugging Face directory in 16 GiB of arena
   moejax generate "What is 3 times 14?" --chat --system "Answer in one sentence."
       the prompt as a message, in the model's chat template
+  moejax generate --input prompts.jsonl --output out.jsonl
+      a result for every line {"id": …, "prompt": …}; the same command continues after a kill
+"""
+
+_MORE = """\
   moejax generate - < prompt.txt > out.txt
       the prompt from standard input; only generated text goes to standard output
-  moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
-      a result for every line {"id": …, "prompt": …}; the same command continues after a kill.
-      OpenAI batch lines work too; docs/reference/file_jobs.md has all fields
   moejax generate --input prompts.jsonl --output out.jsonl --ray local --workers 2
-      the same job on two workers; HOST:PORT of a Ray cluster's head uses all its GPUs
+      the job on two workers; HOST:PORT of a Ray cluster's head uses all its GPUs
       (docs/how-to/ray.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
       what every op did when, for https://ui.perfetto.dev
 
 files:
   Sampling options are defaults; a line may have its own. A line without a seed gets one from --seed
-  and its id, so neither order nor interruption changes a result.
+  and its id, so neither order nor interruption changes a result. OpenAI batch lines work too;
+  docs/reference/file_jobs.md has all fields.
 
 memory:
   The arena is one fixed buffer on the device that holds experts and KV. --memory is its size,
@@ -134,6 +135,12 @@ exit status:
   are errors (--on-error skip); 130 interrupted (Ctrl-C); 141 stdout was closed
 """
 
+_RARE = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
+    "logprobs",
+)
+"""Sampling options that --help leaves out."""
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     generate = add_command(
@@ -144,6 +151,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _EPILOG,
         "Generate text from a prompt or, with --input, from every line of a file. Only generated\n"
         "text goes to stdout; progress and a summary go to stderr.",
+        more=_MORE,
     )
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
@@ -152,6 +160,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--chat", action="store_true", help="PROMPT is a message: apply the model's chat template"
     )
     generate.add_argument("--system", metavar="TEXT", help="with --chat, the system's message")
+    add_template_values(generate, "with --chat, ")
     add_model_option(generate)
     files = generate.add_argument_group("files")
     files.add_argument(
@@ -160,7 +169,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="file of JSON lines with a prompt each, instead of PROMPT; - reads stdin",
     )
     add_described(files, _FILES)
-    add_described(generate.add_argument_group("several machines"), CLUSTER)
+    put_aside(add_described(generate.add_argument_group("several machines"), CLUSTER))
     add_sampling(generate, SAMPLING | _OUTPUTS)
     add_model_options(generate)
     output = generate.add_argument_group("output")
@@ -170,6 +179,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="no progress; the statistics as one JSON object on stderr instead of the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    output.add_argument("--verbose", action="store_true", help="a summary of several lines")
     output.add_argument(
         "--timeline",
         metavar="FILE",
@@ -197,6 +207,8 @@ def _run(args: argparse.Namespace) -> int:
         "--picture goes with a PROMPT, not with --input": args.picture is not None and files,
         "--chat goes with a PROMPT; a line of --input may have messages": args.chat and files,
         "--system needs --chat": args.system is not None and not args.chat,
+        "--chat-template-kwargs needs --chat": args.chat_template_kwargs is not None
+        and not args.chat,
         "--ray needs --input FILE": wants_cluster(args) and not files,
     }
     for message, applies in wrong.items():
@@ -210,7 +222,8 @@ def add_sampling(parser: argparse.ArgumentParser, described: Mapping[str, Descri
     """Adds options for fields of SamplingParams: the described ones, --stop, and --sampling for all
     others."""
     group = parser.add_argument_group("sampling")
-    add_described(group, described)
+    actions = add_described(group, described)
+    put_aside(action for action in actions if action.dest in _RARE)
     group.add_argument(
         "--stop",
         action="append",
@@ -224,6 +237,25 @@ def add_sampling(parser: argparse.ArgumentParser, described: Mapping[str, Descri
         '\'{"bad_words": ["cat"]}\'',
     )
     parser.set_defaults(sampling_fields=[*described, "stop"])
+
+
+def add_template_values(parser: argparse.ArgumentParser, when: str = "") -> None:
+    """Adds --chat-template-kwargs.
+
+    - `when`: begins its help.
+    """
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help=f"{when}values of names in the chat template, such as "
+        "'{\"enable_thinking\": false}'",
+    )
+
+
+def template_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads --chat-template-kwargs. Raises UserError for what is no JSON object."""
+    given = args.chat_template_kwargs
+    return {} if given is None else json_mapping(given, "--chat-template-kwargs")
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,10 +286,16 @@ def json_mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
+    from moejax.requests.first_check import check_first
+
     prompt: Prompt = _read_prompt(args.prompt)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompt = {"messages": [*system, {"role": "user", "content": prompt}]}
+        prompt["chat_template_kwargs"] = template_values(args)
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS, **given})
+    context, tokenizer = options.get("max_model_len"), options.get("tokenizer")
+    prompt = check_first(args.model, prompt, params, context, tokenizer)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
@@ -274,8 +312,12 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
             (write_stream if streams else write_outputs)(llm, prompt, params)
         stats = llm.stats()
     if args.json or not args.quiet:
-        print(json.dumps(stats) if args.json else f"\n{format_summary(stats)}", file=sys.stderr)
+        print(json.dumps(stats) if args.json else f"\n{_summary(args, stats)}", file=sys.stderr)
     return 0
+
+
+def _summary(args: argparse.Namespace, stats: Mapping[str, Any]) -> str:
+    return format_summary(stats) if args.verbose else format_line(stats)
 
 
 @contextmanager
@@ -392,7 +434,7 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
         work.chosen.update(llm.chosen)
         work.run(llm, progress=bar, warn=say)
         stats = llm.stats()
-    return json.dumps(stats) if args.json else format_summary(stats)
+    return json.dumps(stats) if args.json else _summary(args, stats)
 
 
 def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
@@ -406,6 +448,16 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()
     return json.dumps(stats) if args.json else format_fleet(stats)
+
+
+def format_line(stats: Mapping[str, Any]) -> str:
+    """A line that sums up `LLM.stats`."""
+    experts, moved = stats["experts"], sum(stats["bytes"].values())
+    return (
+        f"{stats['prompt_tokens']} + {stats['generated_tokens']} tokens; first after "
+        f"{_ms(stats['ttft_s']['mean'])}, then {_ms(stats['tpot_s']['mean'])} each; hit rate "
+        f"{_number(experts['hit_rate'], '.1%')}, {format_bytes(moved)} moved (--verbose says more)"
+    )
 
 
 def format_summary(stats: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from moejax.commands import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     ablate,
+    brief_help,
     calibrate,
     chat,
     check_gpu,
@@ -33,6 +34,7 @@ from moejax.commands import (
     train_predictor,
     verify,
 )
+from moejax.commands.model import HelpAll
 from moejax.errors import UserError
 from moejax.interrupt import end_where_stuck
 from moejax.start.options import OPTIONS
@@ -113,7 +115,11 @@ def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors have two lines, since argparse's usage of sixty options would hide
-    them."""
+    them. Where there is --help-all, --help is a page."""
+
+    def format_help(self) -> str:
+        brief = any(isinstance(action, HelpAll) and not action.asked for action in self._actions)
+        return brief_help(self) if brief else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(

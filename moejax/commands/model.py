@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.commands import put_aside
 from moejax.errors import UserError, user_errors
 from moejax.models.json_values import read_yaml_mapping
 from moejax.start.fields import Description, options_of
@@ -49,9 +50,9 @@ def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] 
     - `without`: options that this command does not have.
     """
     every = parser.add_argument(
-        "--help-all", action=_HelpAll, nargs=0, help="show this help with every option, and exit"
+        "--help-all", action=HelpAll, nargs=0, help="show this help with every option, and exit"
     )
-    assert isinstance(every, _HelpAll)
+    assert isinstance(every, HelpAll)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -65,20 +66,24 @@ def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] 
             settings = f". {one.settings}".replace("%", "%%") if one.settings else ""
             every.helps[action] = f"{action.help}{settings}"
             if not one.common:
-                action.help = argparse.SUPPRESS
+                put_aside([action])
 
 
-class _HelpAll(argparse.Action):
-    """Prints the help with the options that --help leaves out."""
+class HelpAll(argparse.Action):
+    """Prints all of the help, of which --help is a page."""
 
     def __init__(self, *args, **given):
         super().__init__(*args, **given)
         self.helps: dict[argparse.Action, str] = {}
         """Option → its text in the help."""
+        self.asked = False
 
     def __call__(self, parser, namespace, values, option_string=None):
         for action, help in self.helps.items():
             action.help = help
+        self.asked = True
+        if more := parser.get_default("more"):
+            parser.epilog = f"{parser.epilog}\n{more}"
         parser.print_help()
         parser.exit()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from moejax.errors import UserError, shown
+from moejax.requests.first_check import require_tokens
 from moejax.requests.sampling_params import (
     GREEDY_BELOW,
     MAX_BIASES,
@@ -96,19 +96,7 @@ class TokenSampler:
 
     def check(self, params: SamplingParams) -> None:
         """Raises UserError for token ids that the model does not have."""
-        vocabulary = self.runner.config.vocab_size
-        biased = dict(params.logit_bias or ())
-        for name, ids in (
-            ("logit_bias", biased),
-            ("stop_token_ids", params.stop_token_ids or ()),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-        ):
-            bad = [token for token in ids if token >= vocabulary]
-            if bad:
-                token = shown(bad[0])
-                raise UserError(
-                    f"token id {token} in {name} is outside of the vocabulary of {vocabulary}"
-                )
+        require_tokens(params, self.runner.config.vocab_size)
 
     def place(self, request: Request) -> None:
         """Takes the parameters of a request that got a row. Its tokens are counted from scratch

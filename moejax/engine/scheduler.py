@@ -14,6 +14,7 @@ from host_offload.memory.sequence_blocks import SequenceBlocks
 from moejax.engine.prefix_cache import PrefixCache
 from moejax.engine.step_work import PromptChunk, ScheduledWork
 from moejax.errors import UserError
+from moejax.requests.first_check import require_room
 from moejax.requests.request import PrefillKind, Request
 from moejax.requests.sessions import Sessions
 from moejax.step.step_parts import StepShapes
@@ -90,13 +91,8 @@ class Scheduler:
     def check(self, prompt_tokens: int, to_generate: int) -> None:
         """Raises UserError for a request that could never run, because prompt + max_tokens exceeds
         max_model_len or needs more KV than the budget."""
+        require_room(prompt_tokens, to_generate, self.max_model_len)
         total = prompt_tokens + to_generate
-        if total > self.max_model_len:
-            raise UserError(
-                f"prompt ({prompt_tokens} tokens) + max_tokens ({to_generate}) is "
-                f"{total} tokens, max_model_len is {self.max_model_len}; shorten the prompt, lower "
-                f"max_tokens or raise max_model_len"
-            )
         needed = self.pages_for(prompt_tokens, to_generate)
         if needed > self.arena.pages:
             page, tokens = self.page.nbytes, self.page.tokens(self.arena.pages)

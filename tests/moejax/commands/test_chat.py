@@ -1,9 +1,12 @@
 """``moejax chat``: standard input is a conversation."""
 
 import io
+import json
+import re
 import shutil
 
 import pytest
+from rich.console import Console
 
 from moejax import LLM, SamplingParams
 from moejax.commands import chat
@@ -74,8 +77,53 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came(capsys):
             yield "upon"
             raise KeyboardInterrupt
 
-    assert chat._answer(Interrupted(), [], SamplingParams()) == "Once upon"
+    talk = chat.Talk(Interrupted(), SamplingParams())  # type: ignore[arg-type]
+    assert talk.answer(chat.PlainWriter()) == "Once upon"
     assert capsys.readouterr().out == "Once upon\n"
+
+
+def test_an_answer_is_shown_as_markdown_whole_and_in_order():
+    text = "# Plan\n\nIt is **bold**.\n\n```python\na = 1\n\nb = 2\n```\n\n1. one\n2. two\n\nend"
+    shown = []
+    for size in (1, 7, len(text)):
+        out = io.StringIO()
+        writer = chat.MarkdownWriter(Console(file=out, width=60, force_terminal=False))
+        with writer:
+            for at in range(0, len(text), size):
+                writer.write(text[at : at + size])
+        shown.append(out.getvalue())
+        words = " ".join(re.findall(r"\w+", out.getvalue()))
+        assert words == "Plan It is bold a 1 b 2 1 one 2 two end"
+    assert "**" not in shown[0] and "```" not in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("one\n", "one"),
+        ("one\\\ntwo\n", "one\ntwo"),
+        ('"""one\n\ntwo"""\n', "one\n\ntwo"),
+        ('"""one"""\n', "one"),
+        ('"""one\n', "one"),
+    ],
+)
+def test_messages_of_several_lines(monkeypatch, typed, message):
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert chat.read_message(prompts=False) == message
+
+
+def test_values_reach_the_chat_template(tmp_path, talk):
+    """A template that switches thinking off, as Qwen's does."""
+    model = shutil.copytree(PACKAGED_DEMO, tmp_path / "model")
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    off = "{% if enable_thinking is false %}3 times 14 is{% endif %}"
+    file.write_text(json.dumps(config | {"chat_template": config["chat_template"] + off}))
+    options = ("--model", str(model), "--chat-template-kwargs", '{"enable_thinking": false}')
+    text = "What is 3 times 14?\n"
+    assert talk(text, *options)[1] != talk(text)[1]
+    status, _, err = talk(text, "--chat-template-kwargs", "5")
+    assert status == 2 and "--chat-template-kwargs is a JSON object, not 5" in err
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path, talk):

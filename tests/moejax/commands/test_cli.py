@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,8 @@ import pytest
 import moejax
 from moejax.commands import main as cli
 from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.tokenizer import load_tokenizer
+from tests.conftest import PACKAGED_DEMO
 from tests.moejax.commands.test_summary import STATS
 
 
@@ -64,6 +67,12 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(fake, capsys):
     assert cli.main(["generate", "The"]) == 0
     out, err = capsys.readouterr()
     assert out == " old house\n"
+    assert err == (
+        "\n3 + 128 tokens; first after 51.2 ms, then 2.51 ms each; hit rate 75.0%, 48 MiB moved "
+        "(--verbose says more)\n"
+    )
+    assert cli.main(["generate", "The", "--verbose"]) == 0
+    err = capsys.readouterr().err
     assert err.startswith("\ntokens   3 prompt, 128 generated") and err.endswith(
         "experts (1.5 MiB)\n"
     )
@@ -89,11 +98,15 @@ def test_options_reach_the_engine_and_the_request(fake):
     )
 
 
-def test_a_chat_is_messages_in_place_of_a_prompt(fake):
-    assert cli.main(["generate", "x", "--chat", "--system", "Be short."]) == 0
-    system, user = fake.calls["prompt"]["messages"]
-    assert system == {"role": "system", "content": "Be short."}
-    assert user == {"role": "user", "content": "x"}
+def test_a_chat_is_messages_in_place_of_a_prompt(fake, tmp_path):
+    model = shutil.copytree(PACKAGED_DEMO, tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ more }}"
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    options = ["--chat", "--system", "Be short.", "--chat-template-kwargs", '{"more": 5}']
+    assert cli.main(["generate", "x", "--model", str(model), *options]) == 0
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    assert tokenizer.decode(fake.calls["prompt"]) == "system=Be short.;user=x;5"
 
 
 def test_json_is_one_object_on_stderr(fake, capsys):
@@ -181,6 +194,32 @@ def test_version(monkeypatch, capsys):
         cli.main(["--version"])
     assert exit.value.code == 0
     assert capsys.readouterr().out == "moejax 1.2.3 of moejax\n"
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "serve"])
+def test_help_is_a_page_and_help_all_has_every_option(command, capsys):
+    shown = []
+    for flag in ("--help", "--help-all") if command else ("--help",):
+        with pytest.raises(SystemExit):
+            cli.main([*command.split(), flag])
+        shown.append(capsys.readouterr().out)
+    assert len(shown[0].splitlines()) <= 66  # a printed page's lines
+    assert not command or ("--swap-space" in shown[1] and "--swap-space" not in shown[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", "5000"], "max_model_len is 1024; shorten the prompt, lower max_tokens"),
+        (["--chat"], "demo has no chat template"),
+        (["--sampling", '{"allowed_token_ids": [9999]}'], "9999 in allowed_token_ids is outside"),
+        (["--max-model-len", "64"], "+ max_tokens (128) is"),
+    ],
+)
+def test_a_request_is_checked_before_weights_are_read(monkeypatch, capsys, options, words):
+    monkeypatch.setattr(moejax, "LLM", None, raising=False)
+    assert cli.main(["generate", "The old house", *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
