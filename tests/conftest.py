@@ -27,6 +27,12 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(Path(tempfile.gettempdir()) / f"moejax-tests-xla-{getpass.getuser()}"),
 )
+# Byte code that must not lie beside modules is kept elsewhere, for the processes of tests.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ.setdefault(
+        "PYTHONPYCACHEPREFIX",
+        str(Path(tempfile.gettempdir()) / f"moejax-tests-pyc-{getpass.getuser()}"),
+    )
 # XLA compilation is the main cost of the suite on two cores; below this time a file costs more.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
