@@ -34,6 +34,7 @@ class Ops:
     paged_attention: str
     gated_delta: str
     short_conv: str
+    selective_scan: str
     truncate: str
     shared_kib: int = CLASSES[-1]
     """The class of the GPU, by which kernels choose their stages. The only field that is not an

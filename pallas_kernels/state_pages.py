@@ -17,13 +17,16 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 class StatePage(NamedTuple):
     """Where states lie. A sequence's state pages, one after the other, are rows; a layer's state is
-    `layer_rows` of these, from ``layer · layer_rows``."""
+    `layer_rows` of these, from ``layer · layer_rows``. Where several ops advance it, each has whole
+    rows of it."""
 
     page_rows: int
     """KV rows of a page."""
     row_elements: int
     """uint16 elements of a KV row."""
     layer_rows: int
+    first_row: int = 0
+    """Rows of the layer's state before those of this op."""
 
     def pages(self, layers: int) -> int:
         """Pages of a sequence's state."""
@@ -50,8 +53,17 @@ class Sequences(NamedTuple):
 
 
 def state_rows(shapes: Shapes, row_elements: int) -> int:
-    """KV rows of a layer's state."""
+    """KV rows of the part of a layer's state that one op advances."""
     return -(-sum(_elements(*each) for each in shapes) // row_elements)
+
+
+def check_state(shapes: Shapes, page: StatePage, tokens: int, sequences: Sequences) -> None:
+    """Raises ValueError where an op's part is not within a layer's rows, or tokens are no runs."""
+    if tokens % max(sequences.start.shape[0], 1):
+        raise ValueError(f"{tokens} tokens of {sequences.start.shape[0]} runs")
+    rows = state_rows(shapes, page.row_elements)
+    if page.first_row + rows > page.layer_rows:
+        raise ValueError(f"a layer's state has {rows} rows, not {page.layer_rows}")
 
 
 def run_operands(sequences: Sequences) -> tuple[jax.Array, ...]:
@@ -85,11 +97,12 @@ def advance(
     Returns (out, arena); the arena is updated in place when donated.
     """
     view, runs = arena.reshape(-1, page.row_elements), sequences.start.shape[0]
+    own_rows = state_rows(shapes, page.row_elements)
     size = out.shape[0] // max(runs, 1)
 
     def of_run(n, carry):
         view, out = carry
-        index = layer * page.layer_rows + jnp.arange(page.layer_rows)
+        index = layer * page.layer_rows + page.first_row + jnp.arange(own_rows)
         at = index // page.page_rows, index % page.page_rows
         read = sequences.pages if sequences.read is None else sequences.read
         first = sequences.start[n] + sequences.skip[n] == 0
@@ -105,7 +118,7 @@ def advance(
 
         bounds = sequences.skip[n], sequences.length[n]
         state, out = lax.fori_loop(*bounds, of_token, (state, out))
-        bits, nowhere = _pack(state, page), view.shape[0]
+        bits, nowhere = _pack(state, own_rows, page.row_elements), view.shape[0]
         for pages in (sequences.pages, sequences.copy):
             if pages is not None:
                 given = (bounds[0] < bounds[1]) & (pages[n, 0] >= 0)
@@ -133,8 +146,8 @@ def _unpack(rows: jax.Array, shapes: Shapes) -> list[jax.Array]:
     return arrays
 
 
-def _pack(state: Sequence[jax.Array], page: StatePage) -> jax.Array:
+def _pack(state: Sequence[jax.Array], rows: int, row_elements: int) -> jax.Array:
     flat = [lax.bitcast_convert_type(each, jnp.uint16).reshape(-1) for each in state]
     bits = jnp.concatenate(flat)
-    rest = page.layer_rows * page.row_elements - bits.size
-    return jnp.pad(bits, (0, rest)).reshape(page.layer_rows, page.row_elements)
+    rest = rows * row_elements - bits.size
+    return jnp.pad(bits, (0, rest)).reshape(rows, row_elements)

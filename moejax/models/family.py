@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,6 +81,15 @@ class Fields:
         if not value:
             raise self.refuse(f"{key} must be above zero")
         return value
+
+    def limits(self, key: str, default: tuple[float, float]) -> tuple[float, float]:
+        """Two numbers from zero up, the second one not less; it may be infinite."""
+        value = self.raw.get(key, default)
+        infinite = {"__float__": "Infinity"}  # as transformers writes it
+        found = [math.inf if v == infinite else v for v in value] if is_pair(value) else [-1]
+        if not all(map(is_number, found)) or not 0 <= found[0] <= found[-1]:
+            raise self.refuse(f"{key} must be two numbers from zero up, not {value!r}")
+        return float(found[0]), float(found[1])
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
@@ -347,6 +357,10 @@ class Fields:
             dtype=self.dtype(),
             eos_token_ids=token_ids(self.raw.get("eos_token_id", eos), self.source),
         )
+
+
+def is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2
 
 
 def token_ids(value: Any, source: str) -> tuple[int, ...]:

@@ -356,7 +356,8 @@ class ModelConfig:
         rows, itemsize = self.page_rows, jnp.dtype(dtype).itemsize
         elements = rows["row_values"] * itemsize // 2
         of_page = rows["layers"] * rows["rows_per_token"] * block_size
-        return StatePage(of_page, elements, state_rows(self.state.state(dtype), elements))
+        layer_rows = sum(state_rows(part, elements) for part in self.state.state(dtype))
+        return StatePage(of_page, elements, layer_rows)
 
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""

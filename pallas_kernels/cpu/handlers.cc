@@ -411,16 +411,16 @@ StateRuns runs_of(const Arena& arena, int64_t tokens, int64_t elements, const In
                   const Ints& read, const Ints& copy, const Ints& start, const Ints& skip,
                   const Ints& length, Int count, Int layer, Numbers page) {
   Size runs, state_pages;
-  need(page.size() == 3 && is(pages, {runs, state_pages}) && is(read, {runs, state_pages}) &&
+  need(page.size() == 4 && is(pages, {runs, state_pages}) && is(read, {runs, state_pages}) &&
            is(copy, {runs, state_pages}) && is(start, {runs}) && is(skip, {runs}) &&
            is(length, {runs}) && runs > 0 && tokens % runs == 0,
        "shapes");
-  for (const int64_t size : page) need(size > 0, "shapes");
+  need(page[0] > 0 && page[1] > 0 && page[2] > 0 && page[3] >= 0, "shapes");
   StateRuns s = {};
-  s.page_rows = page[0], s.row_elements = page[1], s.layer_rows = page[2];
+  s.page_rows = page[0], s.row_elements = page[1], s.layer_rows = page[2], s.first_row = page[3];
   s.layer = *layer.typed_data(), s.state_pages = state_pages;
   OpSpan::layer(s.layer);
-  need(s.layer_rows * s.row_elements >= elements && s.layer >= 0 &&
+  need((s.layer_rows - s.first_row) * s.row_elements >= elements && s.layer >= 0 &&
            (s.layer + 1) * s.layer_rows <= s.state_pages * s.page_rows,
        "the state's pages");
   s.runs = used(count, runs), s.run_tokens = tokens / runs;
@@ -435,18 +435,19 @@ void advance_delta(const Call& call, Any qkv, Any beta, Any decay, Floats conv, 
                    Ints skip, Ints length, Int count, Int layer, Numbers shape, Numbers page,
                    ffi::Result<Any> out, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
-  need(shape.size() == 5, "shapes");
-  for (const int64_t size : shape) need(size > 0, "shapes");
+  need(shape.size() == 6, "shapes");
+  for (int i = 0; i < 5; i++) need(shape[i] > 0, "shapes");
   Delta d = {};
   d.type = type_of({qkv, beta, decay, *out});
   d.key_heads = shape[0], d.value_heads = shape[1], d.key_dim = shape[2], d.value_dim = shape[3];
-  d.taps = shape[4];
+  d.taps = shape[4], d.each = shape[5];
+  const int64_t decays = d.value_heads * (d.each ? d.key_dim : 1);
   const int64_t columns = 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim;
   Size tokens;
   need(d.value_heads % d.key_heads == 0 && is(qkv, {tokens, columns}) &&
-           is(beta, {tokens, d.value_heads}) && is(decay, {tokens, d.value_heads}) &&
+           is(beta, {tokens, d.value_heads}) && is(decay, {tokens, decays}) &&
            is(conv, {columns, d.taps}) && is(a_log, {d.value_heads}) &&
-           is(dt_bias, {d.value_heads}) && is(*out, {tokens, d.value_heads * d.value_dim}),
+           is(dt_bias, {decays}) && is(*out, {tokens, d.value_heads * d.value_dim}),
        "shapes");
   const int64_t elements = 2 * d.value_heads * d.key_dim * d.value_dim +
                            (d.taps - 1) * columns * size_of(d.type) / 2;
@@ -459,12 +460,13 @@ void advance_delta(const Call& call, Any qkv, Any beta, Any decay, Floats conv, 
   gated_delta(call.pool, call.k, d);
 }
 
-void advance_conv(const Call& call, Any x, Floats weights, Any memory, Ints pages, Ints read,
-                  Ints copy, Ints start, Ints skip, Ints length, Int count, Int layer, Numbers page,
-                  ffi::Result<Any> out, ffi::Result<Any> written) {
+void advance_conv(const Call& call, Any x, Floats weights, Floats bias, Any memory, Ints pages,
+                  Ints read, Ints copy, Ints start, Ints skip, Ints length, Int count, Int layer,
+                  Numbers page, int64_t silu, ffi::Result<Any> out, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
   Size tokens, width, taps;
-  need(is(x, {tokens, width}) && is(weights, {width, taps}) && is(*out, {tokens, width}) && taps > 0,
+  need(is(x, {tokens, width}) && is(weights, {width, taps}) && is(bias, {width}) &&
+           is(*out, {tokens, width}) && taps > 0,
        "shapes");
   ShortConv c = {};
   c.type = type_of({x, *out}), c.width = width, c.taps = taps;
@@ -472,8 +474,34 @@ void advance_conv(const Call& call, Any x, Floats weights, Any memory, Ints page
   c.states = runs_of(arena, tokens, elements, pages, read, copy, start, skip, length, count, layer,
                      page);
   c.x = x.untyped_data(), c.weights = weights.typed_data(), c.out = out->untyped_data();
+  c.bias = bias.typed_data(), c.silu = silu;
   clear_after(*out, 0, c.type);
   short_conv(call.pool, call.k, c);
+}
+
+void advance_scan(const Call& call, Any xbc, Any dt, Floats a_log, Floats dt_bias, Floats skip_in,
+                  Any memory, Ints pages, Ints read, Ints copy, Ints start, Ints skip, Ints length,
+                  Int count, Int layer, Numbers shape, float least, float most, Numbers page,
+                  ffi::Result<Any> out, ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  need(shape.size() == 5, "shapes");
+  for (int i = 0; i < 4; i++) need(shape[i] > 0, "shapes");
+  Scan s = {};
+  s.type = type_of({xbc, dt, *out}), s.least = least, s.most = most;
+  s.heads = shape[0], s.values = shape[1], s.groups = shape[2], s.keys = shape[3];
+  s.each = shape[4];
+  const int64_t columns = s.heads * s.values, rates = s.rates();
+  Size tokens;
+  need(s.heads % s.groups == 0 && is(xbc, {tokens, columns + 2 * s.groups * s.keys}) &&
+           is(dt, {tokens, rates}) && (s.each ? is(a_log, {rates, s.keys}) : is(a_log, {rates})) &&
+           is(dt_bias, {rates}) && is(skip_in, {rates}) && is(*out, {tokens, columns}),
+       "shapes");
+  s.states = runs_of(arena, tokens, 2 * columns * s.keys, pages, read, copy, start, skip, length,
+                     count, layer, page);
+  s.xbc = xbc.untyped_data(), s.dt = dt.untyped_data(), s.out = out->untyped_data();
+  s.a_log = a_log.typed_data(), s.dt_bias = dt_bias.typed_data(), s.skip = skip_in.typed_data();
+  clear_after(*out, 0, s.type);
+  selective_scan(call.pool, call.k, s);
 }
 
 void write_heads(const Call& call, Any qkv, Any q_norm, Any k_norm, Int stack_layer,
@@ -569,7 +597,8 @@ MOEJAX_HANDLER(linear, linear, "row_tile")
 MOEJAX_HANDLER(head_linear, head_linear, "row_tile", "first", "transposed")
 MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "limit", "alpha", "width", "formats", "places", "threads")
 MOEJAX_HANDLER(gated_delta, advance_delta, "shape", "page")
-MOEJAX_HANDLER(short_conv, advance_conv, "page")
+MOEJAX_HANDLER(short_conv, advance_conv, "page", "silu")
+MOEJAX_HANDLER(selective_scan, advance_scan, "shape", "least", "most", "page")
 MOEJAX_HANDLER(fill, fill_cells, "width", "formats", "places", "ahead")
 MOEJAX_HANDLER(unpack, unpack_cells, "width", "packed")
 MOEJAX_HANDLER(drain, drain)

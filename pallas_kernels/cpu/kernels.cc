@@ -1238,18 +1238,34 @@ void activate(int activation, float limit, float alpha, float* gate, const float
   }
 }
 
-void delta(float* __restrict s, int64_t keys, int64_t values, float kept, float rate,
-           const float* __restrict q, const float* __restrict key, const float* __restrict v,
-           float* __restrict error, float* __restrict out) {
+void delta(float* __restrict s, int64_t keys, int64_t values, const float* __restrict kept,
+           float rate, const float* __restrict q, const float* __restrict key,
+           const float* __restrict v, float* __restrict error, float* __restrict out) {
   for (int64_t c = 0; c < values; c++) error[c] = out[c] = 0;
   for (int64_t i = 0; i < keys; i++) {
     float* __restrict row = s + i * values;
-    for (int64_t c = 0; c < values; c++) row[c] *= kept, error[c] += row[c] * key[i];
+    for (int64_t c = 0; c < values; c++) row[c] *= kept[i], error[c] += row[c] * key[i];
   }
   for (int64_t c = 0; c < values; c++) error[c] = rate * (v[c] - error[c]);
   for (int64_t i = 0; i < keys; i++) {
     float* __restrict row = s + i * values;
     for (int64_t c = 0; c < values; c++) row[c] += key[i] * error[c], out[c] += row[c] * q[i];
+  }
+}
+
+void scan(float* __restrict s, int64_t keys, int64_t values, const float* __restrict kept,
+          bool each, const float* __restrict key, const float* __restrict x,
+          const float* __restrict read, float* __restrict out) {
+  for (int64_t c = 0; c < values; c++) out[c] = 0;
+  for (int64_t i = 0; i < keys; i++) {
+    float* __restrict row = s + i * values;
+    if (each) {
+      const float* __restrict of_row = kept + i * values;
+      for (int64_t c = 0; c < values; c++) row[c] *= of_row[c];
+    } else {
+      for (int64_t c = 0; c < values; c++) row[c] *= kept[0];
+    }
+    for (int64_t c = 0; c < values; c++) row[c] += key[i] * x[c], out[c] += row[c] * read[i];
   }
 }
 
@@ -1263,7 +1279,7 @@ extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, widen, narrow, norm, activate,
-    delta, exponentials,
+    delta, scan, exponentials,
 };
 
 }  // namespace moejax

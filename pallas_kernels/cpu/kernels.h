@@ -132,10 +132,14 @@ struct Kernels {
   // gate[i] = act(gate[i]) · up[i]; of CLAMPED_SWIGLU, with its limit and alpha,
   // (up + 1) · gate · sigmoid(alpha · gate), gate at most limit and up within ± limit.
   void (*activate)(int activation, float limit, float alpha, float* gate, const float* up, int64_t n);
-  // The gated delta rule of a head's s [keys, values]: s *= kept; s += key ⊗ (rate · (v − keyᵀ s));
-  // out = qᵀ s. error: values floats.
-  void (*delta)(float* s, int64_t keys, int64_t values, float kept, float rate, const float* q,
-                const float* key, const float* v, float* error, float* out);
+  // The gated delta rule of a head's s [keys, values]: s *= kept of each key; s += key ⊗
+  // (rate · (v − keyᵀ s)); out = qᵀ s. error: values floats.
+  void (*delta)(float* s, int64_t keys, int64_t values, const float* kept, float rate,
+                const float* q, const float* key, const float* v, float* error, float* out);
+  // Mamba's recurrence of a head's s [keys, values]: s = kept · s + key ⊗ x, out = readᵀ s. kept
+  // has a number for each key and value where `each`, else one.
+  void (*scan)(float* s, int64_t keys, int64_t values, const float* kept, bool each,
+               const float* key, const float* x, const float* read, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
 };

@@ -15,7 +15,7 @@ from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest, is_whole
 TARGETS = (
     *("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention"),
     *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine", "gated_delta"),
-    "short_conv",
+    *("short_conv", "selective_scan"),
     *("fill", "move", "unpack", "read", "write", "drain"),
 )
 """The library's handlers: each is the symbol moejax_cpu_NAME and the FFI target of that name."""

@@ -163,14 +163,14 @@ struct Heads {
 };
 void kv_write(Pool& pool, const Kernels& kernels, const Pages& pages, const Heads& heads);
 
-// ---- gated_delta, short_conv: states advanced in their pages
+// ---- gated_delta, short_conv, selective_scan: states advanced in their pages
 
 // The tokens of a step by sequence: pallas_kernels/state_pages.py.
 struct StateRuns {
   int64_t runs, run_tokens;                // runs in use, and rows of each
   uint16_t* arena;
   int64_t kv_rows;                         // rows of row_elements in the arena
-  int64_t page_rows, row_elements, layer_rows, state_pages;
+  int64_t page_rows, row_elements, layer_rows, first_row, state_pages;
   const int32_t *pages, *read, *copy;      // [runs, state_pages]; copy[n][0] < 0: none
   const int32_t *start, *skip, *length;    // [runs]
   int64_t layer;
@@ -187,8 +187,9 @@ struct Delta {
   StateRuns states;
   Type type;                               // of qkv, beta, decay and out
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  bool each;                               // each value of a key has its own decay
   const void *qkv, *beta, *decay;
-  const float *conv, *a_log, *dt_bias;     // [columns, taps], [value_heads], [value_heads]
+  const float *conv, *a_log, *dt_bias;     // [columns, taps], [value_heads], [decays]
   void* out;                               // [runs · run_tokens, value_heads · value_dim]
 };
 void gated_delta(Pool& pool, const Kernels& kernels, const Delta& delta);
@@ -198,10 +199,25 @@ struct ShortConv {
   Type type;
   int64_t width, taps;
   const void* x;                           // [runs · run_tokens, width]
-  const float* weights;                    // [width, taps]
+  const float *weights, *bias;             // [width, taps], [width]
+  bool silu;
   void* out;                               // as x
 };
 void short_conv(Pool& pool, const Kernels& kernels, const ShortConv& conv);
+
+struct Scan {
+  StateRuns states;
+  Type type;                               // of xbc, dt and out
+  int64_t heads, values, groups, keys;
+  bool each;                               // each value of a head has its own dt and rates
+  float least, most;                       // of dt
+  const void *xbc, *dt;                    // [tokens, heads · values + 2 · groups · keys]
+  const float *a_log, *dt_bias, *skip;     // [rates] or [rates, keys], [rates], [rates]
+  void* out;                               // [runs · run_tokens, heads · values]
+
+  int64_t rates() const { return each ? heads * values : heads; }
+};
+void selective_scan(Pool& pool, const Kernels& kernels, const Scan& scan);
 
 struct Latent {
   int64_t heads, latent;

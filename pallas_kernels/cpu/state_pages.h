@@ -30,12 +30,13 @@ inline void check(const StateRuns& s) {
   }
 }
 
-// f(where, done, count) of the pieces of `count` elements of the layer's state in these pages.
+// f(where, done, count) of the pieces of `count` elements of this op's part of the layer's state.
 template <class F>
 void each_piece(const StateRuns& s, const int32_t* pages, int64_t element, int64_t count,
                 const F& f) {
   for (int64_t done = 0; done < count;) {
-    const int64_t row = s.layer * s.layer_rows + (element + done) / s.row_elements;
+    const int64_t row =
+        s.layer * s.layer_rows + s.first_row + (element + done) / s.row_elements;
     const int64_t within = row % s.page_rows * s.row_elements + (element + done) % s.row_elements;
     const int64_t here = std::min(count - done, s.page_rows * s.row_elements - within);
     f(s.arena + pages[row / s.page_rows] * s.row_elements + within, done, here);

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.state_pages import Sequences, Shapes, StatePage, state_rows
+from pallas_kernels.state_pages import Sequences, Shapes, StatePage, check_state
 
 
 class DeltaShape(NamedTuple):
@@ -20,6 +20,14 @@ class DeltaShape(NamedTuple):
     value_dim: int
     taps: int
     """Tokens that the convolution sees, the new one included."""
+    each: bool = False
+    """Whether every value of a head's key has a decay of its own, as in Kimi delta attention;
+    otherwise a head has one."""
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.value_heads * self.key_dim if self.each else self.value_heads
 
     @property
     def columns(self) -> int:
@@ -42,7 +50,7 @@ class DeltaHeads(NamedTuple):
     """Heads of q, then of k, then of v."""
     beta: Float[Array, "T V"]
     """Before the sigmoid."""
-    decay: Float[Array, "T V"]
+    decay: Float[Array, "T decays"]
     """Before dt_bias and the softplus."""
 
 
@@ -51,7 +59,7 @@ class DeltaWeights(NamedTuple):
 
     conv: Float[Array, "L W taps"]
     a_log: Float[Array, "L V"]
-    dt_bias: Float[Array, "L V"]
+    dt_bias: Float[Array, "L decays"]
     stack_layer: Int[Array, ""] | int
     """The layer's index in them."""
 
@@ -79,7 +87,7 @@ def gated_delta(
     """Advances the state S [V, dk, dv] of each sequence by its tokens, and reads it:
 
         q, k, v = silu(conv(qkv)),  q = q / |q| / √dk,  k = k / |k|
-        S = exp(−exp(a_log) · softplus(decay + dt_bias)) · S
+        S = exp(−exp(a_log) · softplus(decay + dt_bias)) · S, of each head or of each row
         S = S + k ⊗ (sigmoid(beta) · (v − kᵀ S)),  out = qᵀ S
 
     in float32 and in this order for each token, so bits depend on the sequence's tokens alone. The
@@ -94,15 +102,11 @@ def gated_delta(
     shape, page, tokens = options.shape, options.page, heads.qkv.shape[0]
     if heads.qkv.shape[1] != shape.columns or weights.conv.shape[1:] != (shape.columns, shape.taps):
         raise ValueError(f"qkv {heads.qkv.shape}, conv {weights.conv.shape} for {shape}")
-    gates = tokens, shape.value_heads
-    if heads.beta.shape != gates or heads.decay.shape != gates:
-        raise ValueError(f"beta {heads.beta.shape}, decay {heads.decay.shape}; both are {gates}")
+    gates = (tokens, shape.value_heads), (tokens, shape.decays)
+    if heads.beta.shape != gates[0] or heads.decay.shape != gates[1]:
+        raise ValueError(f"beta {heads.beta.shape}, decay {heads.decay.shape}; they are {gates}")
     if shape.value_heads % shape.key_heads:
         raise ValueError(f"{shape.value_heads} value heads for {shape.key_heads} key heads")
-    if tokens % max(sequences.start.shape[0], 1):
-        raise ValueError(f"{tokens} tokens of {sequences.start.shape[0]} runs")
-    rows = state_rows(shape.state(str(heads.qkv.dtype)), page.row_elements)
-    if page.layer_rows != rows:
-        raise ValueError(f"a layer's state has {rows} rows, not {page.layer_rows}")
+    check_state(shape.state(str(heads.qkv.dtype)), page, tokens, sequences)
     fn = pick("gated_delta", IMPLEMENTATIONS, options.implementation)
     return fn(heads, weights, arena, sequences, layer, options)

@@ -27,7 +27,7 @@ struct Group {
   const int64_t group, heads, values, columns, wide, matrix;
   struct Part { int64_t column, count; } parts[3];  // of q, k and v in a row of qkv
   Buffer<float> buffer;
-  float *state, *last, *taps, *x, *mixed, *error;
+  float *state, *last, *taps, *x, *mixed, *error, *kept;
   Buffer<char> narrow;
 
   Group(const Kernels& kernels, const Delta& delta, int64_t number)
@@ -38,10 +38,11 @@ struct Group {
         parts{{group * d.key_dim, d.key_dim},
               {(d.key_heads + group) * d.key_dim, d.key_dim},
               {2 * d.key_heads * d.key_dim + group * values, values}},
-        buffer(heads * matrix + 2 * d.taps * columns + 2 * columns + d.value_dim),
+        buffer(heads * matrix + 2 * d.taps * columns + 2 * columns + d.value_dim + d.key_dim),
         narrow(columns * sizeof(float)) {
     state = buffer.get(), last = state + heads * matrix, taps = last + d.taps * columns;
     x = taps + d.taps * columns, mixed = x + columns, error = mixed + columns;
+    kept = error + d.value_dim;
     each_part([&](int64_t i, const Part& part) {
       for (int64_t tap = 0; tap < d.taps; tap++) {
         for (int64_t c = 0; c < part.count; c++) {  // the newest token's first
@@ -109,15 +110,17 @@ struct Group {
   }
   void advance(int64_t row) {
     mix(row);
-    const int64_t dv = d.value_dim;
+    const int64_t dv = d.value_dim, decays = d.each ? d.key_dim : 1;
     const float *q = mixed, *key = mixed + d.key_dim, *v = key + d.key_dim;
     float* out = x;  // which the next token widens anew
     for (int64_t e = 0; e < heads; e++, v += dv, out += dv) {
       const int64_t head = group * heads + e, gate = row * d.value_heads + head;
-      float beta, decay;
+      float beta;
       k.widen(d.type, at(d.beta, gate, d.type), 1, &beta);
-      k.widen(d.type, at(d.decay, gate, d.type), 1, &decay);
-      const float kept = std::exp(-std::exp(d.a_log[head]) * softplus(decay + d.dt_bias[head]));
+      k.widen(d.type, at(d.decay, gate * decays, d.type), decays, kept);
+      const float rate = std::exp(d.a_log[head]), *bias = d.dt_bias + head * decays;
+      for (int64_t i = 0; i < decays; i++) kept[i] = std::exp(-rate * softplus(kept[i] + bias[i]));
+      if (!d.each) std::fill_n(kept, d.key_dim, kept[0]);
       k.delta(state + e * matrix, d.key_dim, dv, kept, sigmoid(beta), q, key, v, error, out);
       k.narrow(d.type, out, dv, at(d.out, gate * dv, d.type));
     }

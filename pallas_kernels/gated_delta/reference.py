@@ -22,8 +22,9 @@ def gated_delta(heads, weights, arena, sequences, layer, options):
         seen = jnp.concatenate([new[None], last])  # the newest first
         mixed = jax.nn.silu(convolved(seen, taps).astype(dtype).astype(jnp.float32)).astype(dtype)
         q, k, v = _heads(mixed.astype(jnp.float32), shape)
-        rate = jnp.exp(a_log) * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
-        matrices = matrices * jnp.exp(-rate)[:, None, None]
+        decay = jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
+        rate = jnp.exp(a_log)[:, None] * decay.reshape(shape.value_heads, -1)
+        matrices = matrices * jnp.exp(-rate)[:, :, None]
         error = v - jnp.sum(matrices * k[:, :, None], axis=1)
         change = jax.nn.sigmoid(beta.astype(jnp.float32))[:, None] * error
         matrices = matrices + k[:, :, None] * change[:, None]

@@ -27,4 +27,5 @@ SPECS = (
     Spec((7, 2), "float32", page_rows=1000),
     Spec((4,), "float16", DeltaShape(1, 1, 16, 8, 2)),
     Spec((9,), "float32", DeltaShape(1, 3, 4, 4, 3), row_values=7),
+    Spec((6, 3), "bfloat16", DeltaShape(3, 3, 8, 8, 4, each=True)),
 )

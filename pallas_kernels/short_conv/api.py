@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.state_pages import Sequences, Shapes, StatePage, state_rows
+from pallas_kernels.state_pages import Sequences, Shapes, StatePage, check_state
 
 
 class ConvWeights(NamedTuple):
@@ -14,6 +14,8 @@ class ConvWeights(NamedTuple):
     """Stacked over the run's layers; the newest token's last."""
     stack_layer: Int[Array, ""] | int
     """The layer's index in them."""
+    bias: Float[Array, "L W"] | None = None
+    """Stacked as the weights; None: there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,8 @@ class ConvOptions:
 
     page: StatePage
     implementation: str = "xla"
+    silu: bool = False
+    """Whether silu of the result is returned."""
 
 
 IMPLEMENTATIONS = implementations("short_conv", ("xla", "cpu"))
@@ -41,7 +45,8 @@ def short_conv(
     options: ConvOptions,
 ) -> tuple[Float[Array, "T W"], UInt16[Array, "rows D"]]:
     """The sum over `taps` tokens up to each one of the sequence, times the weights of each column,
-    added from the newest token on, in float32. Bits depend on the sequence's tokens alone.
+    added from the newest token on, then the bias, in float32. Bits depend on the sequence's tokens
+    alone. The sum is rounded to x's dtype before silu, as in transformers.
 
     - `layer`: counted over layers with state.
 
@@ -49,12 +54,13 @@ def short_conv(
     when donated). Raises ValueError for shapes that do not fit or an unknown implementation.
     """
     (tokens, width), taps = x.shape, weights.weights.shape[-1]
-    if weights.weights.shape[1:] != (width, taps):
-        raise ValueError(f"x {x.shape}, weights {weights.weights.shape}")
-    if tokens % max(sequences.start.shape[0], 1):
-        raise ValueError(f"{tokens} tokens of {sequences.start.shape[0]} runs")
-    rows = state_rows(short_conv_state(width, taps, str(x.dtype)), options.page.row_elements)
-    if options.page.layer_rows != rows:
-        raise ValueError(f"a layer's state has {rows} rows, not {options.page.layer_rows}")
+    bias = weights.bias
+    if weights.weights.shape[1:] != (width, taps) or (
+        bias is not None and bias.shape != weights.weights.shape[:2]
+    ):
+        biases = "" if bias is None else f", bias {bias.shape}"
+        raise ValueError(f"x {x.shape}, weights {weights.weights.shape}{biases}")
+    state = short_conv_state(width, taps, str(x.dtype))
+    check_state(state, options.page, tokens, sequences)
     fn = pick("short_conv", IMPLEMENTATIONS, options.implementation)
     return fn(x, weights, arena, sequences, layer, options)

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "pallas_kernels/cpu/buffer.h"
 #include "pallas_kernels/cpu/state_pages.h"
 
@@ -49,7 +51,13 @@ struct Columns {
     }
     std::memmove(last + count, last, (c.taps - 1) * count * sizeof(float));
     std::copy_n(x, count, last);
-    k.narrow(c.type, mixed, count, at(c.out, row * c.width + first, c.type));
+    for (int64_t i = 0; i < count; i++) mixed[i] += c.bias[first + i];
+    void* out = at(c.out, row * c.width + first, c.type);
+    k.narrow(c.type, mixed, count, out);
+    if (!c.silu) return;
+    k.widen(c.type, out, count, mixed);
+    for (int64_t i = 0; i < count; i++) mixed[i] /= 1 + std::exp(-mixed[i]);
+    k.narrow(c.type, mixed, count, out);
   }
 };
 

@@ -16,6 +16,8 @@ class Spec:
     row_values: int = 20
     """Values of a KV row."""
     page_rows: int = 5
+    silu: bool = False
+    """Whether there is a bias, and silu behind it."""
 
 
 SPECS = (
@@ -23,4 +25,5 @@ SPECS = (
     Spec((1, 5, 3), "bfloat16"),
     Spec((7, 2), "float32", width=600, page_rows=1000),
     Spec((4,), "float16", taps=2),
+    Spec((5, 3), "bfloat16", silu=True),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,26 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "shared_intermediate_size": 48,
         "attention_multiplier": 0.25,
+    },
+    "GraniteMoeHybrid": {
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.25,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "layer_types": ["mamba", "attention"],
+    },
+    "Jamba": {"num_experts": 6, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 0},
+    "KimiLinear": {
+        "pad_token_id": None,
+        **{k: v for k, v in _LATENT.items() if k != "n_routed_experts"},
+        "num_experts": 8,
+        "linear_num_heads": 4,
+        "linear_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rms_norm_eps": 1e-2,  # as of _DELTA
     },
     "HYV3": {**_NARROW, "head_dim": 16, "num_experts": 6},
     "ExaoneMoe": {**_NARROW, "num_experts": 8, "sliding_window": 20, "sliding_window_pattern": 2},
@@ -279,6 +300,8 @@ def save(model: Any, directory: Path, *, older_keys: bool = False, **options: An
     model.save_pretrained(directory, **options)
     if model.config.model_type == "kimi_k25":  # save_pretrained writes names that no one reads
         _save_as_published(model, directory)
+    if model.config.model_type == "kimi_linear":  # save_pretrained names dense layers as sparse
+        _rename_dense_layers(directory / "model.safetensors")
     if older_keys:
         path = directory / "config.json"
         config = json.loads(path.read_text())
@@ -307,6 +330,13 @@ def _save_as_published(model: Any, directory: Path) -> None:
         prefix = next(p for p in published if name.startswith(p))
         tensors[published[prefix] + name.removeprefix(prefix)] = tensor.contiguous()
     save_file(tensors, directory / "model.safetensors")
+
+
+def _rename_dense_layers(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    of_dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
+    save_file({of_dense.sub("mlp.", name): t for name, t in load_file(path).items()}, path)
 
 
 @contextlib.contextmanager

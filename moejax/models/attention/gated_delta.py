@@ -1,4 +1,5 @@
-"""Gated delta net (arXiv:2412.06464): linear attention that keeps a state for each sequence."""
+"""Gated delta net (arXiv:2412.06464) and Kimi delta attention (arXiv:2510.26692): linear attention
+that keeps a state for each sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moejax.models.attention.kind import StateKind
+from moejax.models.attention.kind import AttentionLayer, StateKind, Tokens
 from pallas_kernels.gated_delta import (
     DeltaHeads,
     DeltaOptions,
@@ -50,22 +51,15 @@ class GatedDeltaNet(StateKind):
         """Columns of v, of the gate and of the output."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
-    def state(self, dtype: str) -> Shapes:
-        return self.shape.state(dtype)
+    def state(self, dtype: str) -> tuple[Shapes, ...]:
+        return (self.shape.state(dtype),)
 
     def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
-        shape, heads = self.shape, self.linear_num_value_heads
         projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)
         qkv, gate, beta, decay = self._split(projected)
-        weights = (stack.weight(name) for name in ("conv", "a_log", "dt_bias"))
-        conv, a_log, dt_bias = weights
-        given = DeltaWeights(conv.reshape(*conv.shape[:2], -1), a_log, dt_bias, i)
-        options = DeltaOptions(shape, page, stack.ops.gated_delta)
-        read = DeltaHeads(qkv, beta, decay), given
-        out, arena = gated_delta(*read, arena, tokens.sequences, stack.page_layer(i), options)
-        normed = stack.norm(out.reshape(len(out), heads, -1), "state_norm", i)
-        gated = normed * jax.nn.silu(gate.astype(jnp.float32)).reshape(normed.shape)
-        return gated.astype(x.dtype).reshape(out.shape), arena, counters
+        heads = DeltaHeads(qkv, beta, decay)
+        out, arena = _advance(stack, i, self.shape, heads, arena, tokens, page)
+        return _norm_and_gate(stack, i, out, jax.nn.silu, gate, self.shape), arena, counters
 
     def _split(self, projected: jax.Array) -> tuple[jax.Array, ...]:
         """q, k and v [T, W], the gate [T, V·dv], beta and decay [T, V] of a projection."""
@@ -81,3 +75,57 @@ class GatedDeltaNet(StateKind):
         beta, decay = jnp.split(gates.reshape(rows, groups, -1), 2, axis=2)
         qkv = jnp.concatenate([q, k, v], axis=1)
         return qkv, gate, beta.reshape(rows, -1), decay.reshape(rows, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiDeltaAttention(StateKind):
+    """A gated delta net, a StateKind, whose keys have a decay for each of their values. Decays and
+    the output's gate are products of two matrices.
+
+    - `heads`, `width`: of q, k and v alike, and values of one.
+    """
+
+    heads: int
+    width: int
+    taps: int
+
+    ops = ("gated_delta",)
+
+    @property
+    def shape(self) -> DeltaShape:
+        width = self.width
+        return DeltaShape(self.heads, self.heads, width, width, self.taps, each=True)
+
+    def state(self, dtype: str) -> tuple[Shapes, ...]:
+        return (self.shape.state(dtype),)
+
+    def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
+        projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)
+        columns, width = self.shape.columns, self.width
+        ends = columns, columns + width, columns + 2 * width
+        qkv, decay, gate, beta = jnp.split(projected, ends, axis=1)
+        decay = stack.linear(decay, "decay", i, tokens)
+        gate = stack.linear(gate, "state_gate", i, tokens)
+        heads = DeltaHeads(qkv, beta, decay)
+        out, arena = _advance(stack, i, self.shape, heads, arena, tokens, page)
+        return _norm_and_gate(stack, i, out, jax.nn.sigmoid, gate, self.shape), arena, counters
+
+
+def _advance(
+    stack: AttentionLayer, i, shape: DeltaShape, heads: DeltaHeads, arena, tokens: Tokens, page
+):
+    """gated_delta with the layer's weights."""
+    assert tokens.sequences is not None
+    conv, a_log, dt_bias = (stack.weight(name) for name in ("conv", "a_log", "dt_bias"))
+    conv, a_log = conv.reshape(*conv.shape[:2], -1), a_log.reshape(len(a_log), -1)
+    weights = DeltaWeights(conv, a_log, dt_bias, i)
+    options = DeltaOptions(shape, page, stack.ops.gated_delta)
+    given = arena, tokens.sequences, stack.page_layer(i), options
+    return gated_delta(heads, weights, *given)
+
+
+def _norm_and_gate(stack: AttentionLayer, i, out, activation, gate, shape: DeltaShape):
+    """Normalised heads, times the activated gate."""
+    normed = stack.norm(out.reshape(len(out), shape.value_heads, -1), "state_norm", i)
+    gated = normed * activation(gate.astype(jnp.float32)).reshape(normed.shape)
+    return gated.astype(out.dtype).reshape(out.shape)

@@ -67,7 +67,10 @@ class Tokens(NamedTuple):
         )
 
 
-OPS = ("kv_write", "latent_write", "head_linear", "gated_delta", "short_conv")
+OPS = (
+    *("kv_write", "latent_write", "head_linear"),
+    *("gated_delta", "short_conv", "selective_scan"),
+)
 """Ops that only some kinds use."""
 
 
@@ -175,8 +178,8 @@ class AttentionKind(Protocol):
 
 class StateKind(abc.ABC):
     """A kind of layer that keeps a state for each sequence in place of keys and values: an
-    AttentionKind without a page of its own, and a frozen dataclass. `ops` begins with the op that
-    advances states."""
+    AttentionKind without a page of its own, and a frozen dataclass. `ops` are those that advance
+    states."""
 
     products = ()
     takes_squares = True
@@ -186,8 +189,8 @@ class StateKind(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def state(self, dtype: str) -> Shapes:
-        """The arrays of a layer's state, for inputs of this dtype."""
+    def state(self, dtype: str) -> tuple[Shapes, ...]:
+        """The arrays of a layer's state, for inputs of this dtype, by the op that advances them."""
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         raise ValueError("a layer with state has no keys and values")

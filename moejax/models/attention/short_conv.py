@@ -25,8 +25,8 @@ class ShortConvolution(StateKind):
 
     ops = ("short_conv",)
 
-    def state(self, dtype: str) -> Shapes:
-        return short_conv_state(self.width, self.taps, dtype)
+    def state(self, dtype: str) -> tuple[Shapes, ...]:
+        return (short_conv_state(self.width, self.taps, dtype),)
 
     def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
         projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)

@@ -62,6 +62,14 @@ DELTA = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
 )
 
+MAMBA2 = dict(
+    mamba_n_heads=8,
+    mamba_n_groups=2,
+    mamba_d_state=12,
+    mamba_expand=2,
+    layer_types=["mamba", "attention", "mamba"],
+)
+
 GROWING = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -143,6 +151,19 @@ SMALL: dict[str, dict[str, Any]] = {
         logits_scaling=1.5,
     ),
     "GraniteMoeSharedForCausalLM": dict(num_local_experts=8, shared_intermediate_size=32),
+    "GraniteMoeHybridForCausalLM": dict(
+        MAMBA2, num_local_experts=8, shared_intermediate_size=32, residual_multiplier=0.7
+    ),
+    "KimiLinearForCausalLM": dict(
+        LATENT,
+        num_experts=8,
+        linear_num_heads=4,
+        linear_head_dim=12,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "JambaForCausalLM": dict(
+        num_experts=8, mamba_d_state=8, attn_layer_period=3, attn_layer_offset=1
+    ),
     "HYV3ForCausalLM": dict(num_experts=8, head_dim=16),
     "ExaoneMoeForCausalLM": dict(
         num_experts=8,

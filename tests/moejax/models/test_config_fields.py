@@ -31,10 +31,24 @@ GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
 COHERE = "cohere2_moe"
+HYBRID, JAMBA, KIMI_LINEAR = "granitemoehybrid", "jamba", "kimi_linear"
+NO_ROPE = JAMBA, KIMI_LINEAR
 INDEXED = "deepseek_v32", "glm_moe_dsa"
 GEMMAS, LLAMAS = ("gemma4_text", "gemma4"), ("llama4_text", "llama4")
 OF_V3 = (*INDEXED, AXK1)
-CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR, SARVAM, KIMI, SARVAM_MLA, GLM_V, *OF_V3)
+CORRECTED = (
+    KIMI_LINEAR,
+    "deepseek_v3",
+    GLM,
+    LITE,
+    DOTS,
+    SOLAR,
+    SARVAM,
+    KIMI,
+    SARVAM_MLA,
+    GLM_V,
+    *OF_V3,
+)
 MISTRALS = MISTRAL4, MISTRAL3
 NEXT, QWEN35, QWEN35_V = DELTAS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 LFM = "lfm2_moe"
@@ -42,13 +56,17 @@ GQA = (
     *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
-    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE),
+    *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE, HYBRID, JAMBA),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-MLA = (*DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
-GRANITES = GRANITE, SHARED
+MLA = (KIMI_LINEAR, *DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
+GRANITES = GRANITE, SHARED, HYBRID
 
 BASE: dict[str, dict[str, Any]] = {
+    HYBRID: {
+        "layer_types": ["mamba", "attention"] * 16,
+        "position_embedding_type": "rope",  # without it rope_parameters has no effect
+    },
     LFM: {
         "layer_types": ["conv", "full_attention"] * 16,
         "norm_topk_prob": False,
@@ -82,6 +100,7 @@ BASE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     KIMI: {"norm_topk_prob": False},
+    KIMI_LINEAR: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
     AXK1: {"norm_topk_prob": False},
     FLINT: {"norm_topk_prob": False},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
@@ -116,6 +135,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     BAILING: 20,
     QWEN_VL: 24,
     KIMI: 61,
+    KIMI_LINEAR: 27,
     GPT: 24,
     GLM_V: 46,
     NEXT: 48,
@@ -148,7 +168,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "vocab_size": (KINDS, 77),
     "hidden_size": (KINDS, 1280),
     "intermediate_size": (tuple(kind for kind in KINDS if kind != SOLAR), 96),
-    "num_hidden_layers": (tuple(kind for kind in KINDS if kind != LFM), 30),
+    "num_hidden_layers": (tuple(kind for kind in KINDS if kind not in (LFM, HYBRID)), 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 1),
     "head_dim": (
@@ -156,17 +176,17 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         48,
     ),
     "hidden_act": (
-        tuple(kind for kind in KINDS if kind not in (GPT, LFM, *DELTAS, *GEMMAS)),
+        tuple(kind for kind in KINDS if kind not in (GPT, LFM, HYBRID, *NO_ROPE, *DELTAS, *GEMMAS)),
         "gelu",
     ),
     "hidden_activation": (GEMMAS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (
-        tuple(kind for kind in KINDS if kind not in GEMMAS),
+        tuple(kind for kind in KINDS if kind not in (*GEMMAS, *NO_ROPE)),
         {"rope_type": "default", "rope_theta": 123.0},
     ),
-    "tie_word_embeddings": (KINDS, True),
+    "tie_word_embeddings": (tuple(kind for kind in KINDS if kind != KIMI_LINEAR), True),
     "eos_token_id": (KINDS, 3),
     "num_experts_per_tok": (
         tuple(kind for kind in KINDS if kind not in ("phimoe", *GEMMAS, *LLAMAS)),
@@ -176,7 +196,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE, *NO_ROPE),
         ),
         32,
     ),
@@ -188,11 +208,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
             *(SARVAM_MLA, GLM_V, *MISTRALS),
-            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS),
+            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS, *NO_ROPE),
         ),
         32,
     ),
-    "n_routed_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 32),
+    "n_routed_experts": ((*CORRECTED[1:], "deepseek_v2", *MISTRALS), 32),
     "moe_intermediate_size": (
         (
             "qwen3_moe",
@@ -266,12 +286,31 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     ),
     "full_attention_interval": (DELTAS, 2),
     "norm_eps": ((LFM,), 1e-3),
+    "position_embedding_type": ((HYBRID,), None),
+    "mamba_n_heads": ((HYBRID,), 64),
+    "mamba_n_groups": ((HYBRID,), 2),
+    "mamba_d_state": ((HYBRID, JAMBA), 32),
+    "mamba_d_conv": ((HYBRID, JAMBA), 3),
+    "mamba_expand": ((HYBRID, JAMBA), 4),
+    "mamba_conv_bias": ((HYBRID, JAMBA), False),
+    "mamba_proj_bias": ((HYBRID, JAMBA), True),
+    "mamba_dt_rank": ((JAMBA,), 9),
+    "attn_layer_period": ((JAMBA,), 16),
+    "attn_layer_offset": ((JAMBA,), 3),
+    "expert_layer_period": ((JAMBA,), 3),
+    "expert_layer_offset": ((JAMBA,), 0),
+    "linear_num_heads": ((KIMI_LINEAR,), 16),
+    "linear_head_dim": ((KIMI_LINEAR,), 64),
+    "linear_attn_config": ((KIMI_LINEAR,), {"num_heads": 16}),
+    "model_max_length": ((KIMI_LINEAR,), 777),
+    "num_experts_per_token": ((KIMI_LINEAR,), 3),
+    "time_step_limit": ((HYBRID,), [0.1, 1]),
     "conv_L_cache": ((LFM,), 4),
     "linear_num_key_heads": (DELTAS, 8),
     "linear_num_value_heads": (DELTAS, 64),
     "linear_key_head_dim": (DELTAS, 32),
     "linear_value_head_dim": (DELTAS, 32),
-    "linear_conv_kernel_dim": (DELTAS, 3),
+    "linear_conv_kernel_dim": ((*DELTAS, KIMI_LINEAR), 3),
     "sliding_window_pattern": ((EXAONE, COHERE), "LG"),
     "prefix_dense_sliding_window_pattern": ((COHERE,), 3),
     "prefix_dense_intermediate_size": ((COHERE,), 96),
@@ -281,8 +320,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "logit_scale": ((COHERE,), 0.5),
     "rope_theta": ((COHERE,), 123.0),
     "rope_scaling": ((COHERE,), {"type": "linear", "factor": 2.0}),
-    "num_shared_experts": ((HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE, COHERE), 3),
-    "shared_intermediate_size": ((SHARED,), 48),
+    "num_shared_experts": (
+        (HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE, COHERE, KIMI_LINEAR),
+        3,
+    ),
+    "shared_intermediate_size": ((SHARED, HYBRID), 48),
     "top_k_experts": (GEMMAS, 3),
     "final_logit_softcapping": (GEMMAS, 20.0),
     "attention_k_eq_v": (GEMMAS, True),
@@ -309,10 +351,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *(GLM, DOTS, *DEEPSEEK, EXAONE, SARVAM, BAILING, KIMI, SARVAM_MLA, GLM_V, *MISTRALS),
             *OF_V3,
             COHERE,
+            KIMI_LINEAR,
         ),
         2,
     ),
-    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3), "sparse"),
+    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR), "sparse"),
     "moe_layer_freq": ((AXK1,), 2),
     "index_topk": (INDEXED, 99),
     "index_head_dim": (INDEXED, 64),
@@ -376,7 +419,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
         (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
     },
-    "hidden_act": {(*DELTAS, LFM): ("gelu", "hidden_act 'gelu' is not implemented")},
+    "hidden_act": {
+        (*DELTAS, LFM, HYBRID, *NO_ROPE): ("gelu", "hidden_act 'gelu' is not implemented")
+    },
     "sliding_window": {
         (
             *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
@@ -390,7 +435,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         tuple(
             k
             for k in KINDS
-            if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE)
+            if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, JAMBA)
         ): (
             SLIDING,
             "layer_types must be",
@@ -409,7 +454,8 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         tuple(
             kind
             for kind in KINDS
-            if kind not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS)
+            if kind
+            not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS, *NO_ROPE)
         ): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
@@ -439,7 +485,12 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
     "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
-    "num_hidden_layers": {(LFM,): (30, "layer_types must be")},
+    "num_hidden_layers": {(LFM, HYBRID): (30, "layer_types must be")},
+    "tie_word_embeddings": {(KIMI_LINEAR,): (True, "tie_word_embeddings True is not impl")},
+    "moe_renormalize": {(KIMI_LINEAR,): (True, "moe_renormalize .* contradicts norm_topk_prob")},
+    "num_expert_group": {(KIMI_LINEAR,): (4, "num_expert_group .* contradicts n_group")},
+    "layers_block_type": {(HYBRID,): (["mamba"] * 32, "layer_types .* contradicts layers_block_")},
+    "mamba_d_head": {(HYBRID,): (48, r"mamba_n_heads \(128\) × mamba_d_head \(48\) must be")},
     "conv_bias": {(LFM,): (True, "conv_bias True is not implemented")},
     "use_expert_bias": {(LFM,): (False, "use_expert_bias False is not implemented")},
     "is_causal": {KINDS: (False, "is_causal False is not implemented")},
@@ -479,6 +530,10 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "use_cache": False,
     "pretraining_tp": 4,  # how many parts a product is computed in
     "ep_size": 4,
+    "mamba_chunk_size": 64,
+    "use_mamba_kernels": False,
+    "use_mambapy": True,
+    "use_associative_scan": False,
     "return_dict": False,
     "num_mtp_layers": 2,  # layers that transformers leaves out
     "num_nextn_predict_layers": 2,
@@ -496,6 +551,9 @@ NOT_ALWAYS = {
     "router_jitter_noise": ("mixtral", MINIMAX, *LLAMAS),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
+    # transformers makes them from other fields
+    **dict.fromkeys(("layer_types", "layers_block_type", "layers_num_experts"), (JAMBA,)),
+    "_is_quantized": (JAMBA,),
     "mlp_bias": INDEXED,  # transformers does not read it
     "hidden_act": (GPT,),  # its clamped SwiGLU has a sigmoid of its own
     "original_max_position_embeddings": tuple(
@@ -554,7 +612,8 @@ def test_every_field_of_the_model_is_known(kind):
     config = text_part((directory / f"configuration_{kind_of_config}.py").read_text(), kind)
     aliases = "".join(ALIAS.findall(config))
     found |= set(FIELD.findall(config)) | set(re.findall(r"['\"](\w+)['\"]", aliases))
-    assert {"hidden_size", "vocab_size", "rope_parameters", "eos_token_id"} <= found
+    assert {"hidden_size", "vocab_size", "eos_token_id"} <= found
+    assert "rope_parameters" in found or kind in NO_ROPE
     assert [name for name in sorted(found) if not classified(kind, name)] == []
 
 
@@ -588,7 +647,7 @@ def test_honoured_field_changes_the_computation(kind, field):
         (LFM, "norm_topk_prob"): True,
         (LFM, "tie_word_embeddings"): False,
         (MISTRAL3, "tie_word_embeddings"): False,
-        **dict.fromkeys(((kind, "q_lora_rank") for kind in (SARVAM_MLA, *OF_V3)), 64),
+        **dict.fromkeys(((kind, "q_lora_rank") for kind in (SARVAM_MLA, KIMI_LINEAR, *OF_V3)), 64),
         **dict.fromkeys(
             (
                 (kind, "num_attention_heads")

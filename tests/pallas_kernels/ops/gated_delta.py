@@ -23,7 +23,7 @@ def case(spec, seed):
     rng, shape = np.random.default_rng(seed), spec.shape
     tokens, page = sum(spec.lengths), options_of(spec, "xla").page
     gates = tokens, shape.value_heads
-    stacked = (2, shape.columns, shape.taps), (2, shape.value_heads), (2, shape.value_heads)
+    stacked = (2, shape.columns, shape.taps), (2, shape.value_heads), (2, shape.decays)
     weights = [np.full(each, np.nan, np.float32) for each in stacked]
     for each in weights:
         each[STACK_LAYER] = draw(rng, each.shape[1:], "float32", 0.5)
@@ -34,7 +34,7 @@ def case(spec, seed):
     inputs = {
         "qkv": draw(rng, (tokens, shape.columns), spec.dtype),
         "beta": draw(rng, gates, spec.dtype),
-        "decay": draw(rng, gates, spec.dtype),
+        "decay": draw(rng, (tokens, shape.decays), spec.dtype),
         "weights": DeltaWeights(*weights, np.int32(STACK_LAYER)),
     }
     arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
@@ -47,8 +47,14 @@ def run(spec, implementation, inputs, arena, sequences):
     return op(heads, inputs["weights"], arena, sequences, np.int32(spec.layers - 1))
 
 
-def by_steps(spec, implementation, inputs, arena, pages, sizes):
+NAMES = ("qkv", "beta", "decay")
+
+
+def by_steps(spec, implementation, inputs, arena, pages, sizes, *, run=run, names=NAMES):
     """Runs all tokens in steps of so many tokens a sequence, chunk after chunk as the engine does.
+
+    - `run`: of the op, as here.
+    - `names`: of the inputs that have a row a token.
 
     Returns (out [T, values], arena)."""
     ends = np.cumsum(spec.lengths)
@@ -61,7 +67,7 @@ def by_steps(spec, implementation, inputs, arena, pages, sizes):
         begin = done[runs] // width * width
         stop = np.minimum(np.minimum(done[runs] + size, begin + width), np.take(spec.lengths, runs))
         place = np.minimum(starts[runs][:, None] + begin[:, None] + np.arange(width), ends[-1] - 1)
-        given = {name: inputs[name][place.reshape(-1)] for name in ("qkv", "beta", "decay")}
+        given = {name: inputs[name][place.reshape(-1)] for name in names}
         where = Sequences(
             pages[runs], np.int32(begin), np.int32(done[runs] - begin), np.int32(stop - begin),
             np.int32(len(runs)),
@@ -95,7 +101,8 @@ def recurrence(spec, inputs):
             q, k = q.repeat(each, 0) / np.sqrt(shape.key_dim), k.repeat(each, 0)
             v = mixed[2 * heads :].reshape(shape.value_heads, -1)
             beta, decay = (wide(inputs[name][at + t]) for name in ("beta", "decay"))
-            state *= np.exp(-np.exp(a_log) * np.log1p(np.exp(decay + dt_bias)))[:, None, None]
+            rates = np.log1p(np.exp(decay + dt_bias)).reshape(shape.value_heads, -1)
+            state *= np.exp(-np.exp(a_log)[:, None] * rates)[:, :, None]
             error = (v - np.einsum("hkv,hk->hv", state, k)) / (1 + np.exp(-beta))[:, None]
             state += np.einsum("hk,hv->hkv", k, error)
             out.append(np.einsum("hkv,hk->hv", state, q).reshape(-1))
@@ -125,12 +132,12 @@ def bits_of_any_split(implementation):
         of = {name: inputs[name][13:43] for name in ("qkv", "beta", "decay")}
         got, after = by_steps(alone, implementation, inputs | of, arena, pages[1:2], [2] * 20)
         same_bits(got, want[13:43])
-        rows, (page, elements, _) = arena.size, options_of(spec, implementation).page
+        page, elements, *_ = options_of(spec, implementation).page
         view, before = after.reshape(-1, elements), states.reshape(-1, elements)
         own = (pages[1][:, None] + np.arange(page)).reshape(-1)
         same_bits(view[own], before[own])
         others = np.delete(view, own, axis=0)
-        assert rows and np.all(others == contract.POISON)
+        assert others.size and np.all(others == contract.POISON)
 
 
 def bits_of_a_copy(implementation):
@@ -178,7 +185,11 @@ CONTRACTS = (
         refused=refused,
         refusals=(
             ({"qkv": (3, 79)}, {}, r"qkv \(3, 79\), conv \(2, 80, 4\)"),
-            ({"beta": (3, 5)}, {}, r"beta \(3, 5\), decay \(3, 4\); both are \(3, 4\)"),
+            (
+                {"beta": (3, 5)},
+                {},
+                r"beta \(3, 5\), decay \(3, 4\); they are \(\(3, 4\), \(3, 4\)\)",
+            ),
             ({}, {"implementation": "cuda"}, "op 'gated_delta' has no implementation 'cuda'"),
         ),
     ),

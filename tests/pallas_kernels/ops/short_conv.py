@@ -15,7 +15,7 @@ STACK_LAYER, COLUMNS = 1, 40
 def options_of(spec, implementation):
     elements = spec.row_values * jnp.dtype(spec.dtype).itemsize // 2
     rows = state_rows(short_conv_state(spec.width, spec.taps, spec.dtype), elements)
-    return ConvOptions(StatePage(spec.page_rows, elements, rows), implementation)
+    return ConvOptions(StatePage(spec.page_rows, elements, rows), implementation, spec.silu)
 
 
 def by_steps(spec, implementation, inputs, sizes):
@@ -48,7 +48,8 @@ def case(spec, seed):
     rows += -rows % page.row_elements
     x = draw(rng, (sum(spec.lengths), spec.width), spec.dtype)
     arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
-    given = ConvWeights(weights, np.int32(STACK_LAYER))
+    bias = draw(rng, (2, spec.width), "float32") if spec.silu else None
+    given = ConvWeights(weights, np.int32(STACK_LAYER), bias)
     return x, given, arena, np.int32(pages.reshape(len(spec.lengths), count))
 
 
@@ -62,8 +63,13 @@ def check(spec, implementation):
             want += [
                 np.einsum("tc,ct->c", seen[t : t + spec.taps], weights) for t in range(len(part))
             ]
+        want = np.stack(want)
+        if spec.silu:
+            want += wide(inputs[1].bias[STACK_LAYER])
+            want = wide(want.astype(jnp.dtype(spec.dtype)))
+            want /= 1 + np.exp(-want)
         got, _ = by_steps(spec, implementation, inputs, [8] * 8)
-        close("short_conv", spec.dtype, got, np.stack(want))
+        close("short_conv", spec.dtype, got, want)
 
 
 def bits_of_any_split(implementation):

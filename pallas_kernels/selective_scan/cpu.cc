@@ -1,0 +1,80 @@
+#include <algorithm>
+#include <cmath>
+
+#include "pallas_kernels/cpu/buffer.h"
+#include "pallas_kernels/cpu/state_pages.h"
+
+namespace moejax {
+namespace {
+
+float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
+
+// A head: its own part of the state, of the columns of x and of out.
+struct Head {
+  const Kernels& k;
+  const Scan& s;
+  const int64_t head, group, matrix, columns, steps;
+  Buffer<float> buffer;
+  float *state, *x, *scaled, *key, *read, *dt, *rates, *kept, *out;
+
+  Head(const Kernels& kernels, const Scan& scan, int64_t number)
+      : k(kernels), s(scan), head(number), group(number / (s.heads / s.groups)),
+        matrix(s.keys * s.values), columns(s.heads * s.values + 2 * s.groups * s.keys),
+        steps(s.each ? s.values : 1), buffer(3 * matrix + 4 * s.values + 2 * s.keys) {
+    state = buffer.get(), rates = state + matrix, kept = rates + matrix, x = kept + matrix;
+    scaled = x + s.values, dt = scaled + s.values, out = dt + s.values;
+    key = out + s.values, read = key + s.keys;
+    if (!s.each) {
+      rates[0] = -std::exp(s.a_log[head]);
+      return;
+    }
+    const float* of_head = s.a_log + head * matrix;  // [values, keys]
+    for (int64_t i = 0; i < s.keys; i++) {
+      for (int64_t c = 0; c < s.values; c++) rates[i * s.values + c] = of_head[c * s.keys + i];
+    }
+    k.exponentials(rates, 0, matrix);
+    for (int64_t i = 0; i < matrix; i++) rates[i] = -rates[i];
+  }
+
+  void begin(const int32_t* pages, bool zeros) {
+    if (zeros) std::fill_n(state, matrix, 0.0f);
+    else load(s.states, pages, 2 * head * matrix, 2 * matrix, state);
+  }
+  void end(const int32_t* pages) { store(s.states, pages, 2 * head * matrix, 2 * matrix, state); }
+  void advance(int64_t row) {
+    const int64_t from = row * columns, shared = s.heads * s.values + group * s.keys;
+    k.widen(s.type, at(s.xbc, from + head * s.values, s.type), s.values, x);
+    k.widen(s.type, at(s.xbc, from + shared, s.type), s.keys, key);
+    k.widen(s.type, at(s.xbc, from + shared + s.groups * s.keys, s.type), s.keys, read);
+    k.widen(s.type, at(s.dt, row * s.rates() + head * steps, s.type), steps, dt);
+    const float *bias = s.dt_bias + head * steps, *skip = s.skip + head * steps;
+    for (int64_t c = 0; c < steps; c++) {
+      dt[c] = std::min(std::max(softplus(dt[c] + bias[c]), s.least), s.most);
+    }
+    if (s.each) {
+      for (int64_t i = 0; i < s.keys; i++) {
+        for (int64_t c = 0; c < s.values; c++) kept[i * s.values + c] = rates[i * s.values + c] * dt[c];
+      }
+      k.exponentials(kept, 0, matrix);
+    } else {
+      kept[0] = std::exp(rates[0] * dt[0]);
+    }
+    for (int64_t c = 0; c < s.values; c++) scaled[c] = x[c] * dt[s.each ? c : 0];
+    k.scan(state, s.keys, s.values, kept, s.each, key, scaled, read, out);
+    for (int64_t c = 0; c < s.values; c++) out[c] += skip[s.each ? c : 0] * x[c];
+    k.narrow(s.type, out, s.values, at(s.out, (row * s.heads + head) * s.values, s.type));
+  }
+};
+
+}  // namespace
+
+void selective_scan(Pool& pool, const Kernels& k, const Scan& s) {
+  check(s.states);
+  const int64_t work = 3 * s.states.tokens() * s.heads * s.values * s.keys;
+  parallel(pool, s.heads, work, [&](int64_t number) {
+    Head head(k, s, number);
+    advance_runs(s.states, head);
+  });
+}
+
+}  // namespace moejax

@@ -1,0 +1,59 @@
+"""Bytes of a sequence's state and of a token's KV, as published architectures say."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from moejax.models.config import parse_config
+
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 4096,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_n_heads": 128,
+    "mamba_d_state": 128,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "intermediate_size": 768,
+}
+KIMI = {
+    "model_type": "kimi_linear",
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+LAYERS = {  # (layers with state, bytes of one in bfloat16), bytes of a token's KV
+    "Granite 4.0 H Small": (GRANITE, (36, 128 * 64 * 128 * 4 + 3 * (8192 + 2 * 128) * 2), 16_384),
+    "Jamba v0.1": ({"model_type": "jamba"}, (28, 8192 * 16 * 4 + 3 * 8192 * 2), 16_384),
+    "Kimi Linear 48B": (KIMI, (20, 32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2), 7 * 576 * 2),
+    "Qwen3.6 35B": (
+        {"model_type": "qwen3_5_moe_text"},
+        (30, 32 * 128 * 128 * 4 + 3 * 8192 * 2),
+        20_480,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "states", "token"), LAYERS.values(), ids=LAYERS)
+def test_bytes_of_a_sequence(fields, states, token):
+    config = parse_config(fields)
+    count, each = states
+    assert len(config.state_layers) == count and config.state is not None
+    parts = config.state.state("bfloat16")
+    arrays = [array for part in parts for array in part]
+    assert sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays) == each
+    page = config.slot_layout(2).page
+    assert page.nbytes == page.block_size * token
+    # Each op's part of a layer ends with a row, and the state with a page.
+    padding = page.state_pages * page.nbytes - count * each
+    assert 0 <= padding < page.nbytes + count * len(parts) * 2 * page.row_elements
