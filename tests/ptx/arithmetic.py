@@ -196,7 +196,7 @@ def _plain(ins: Instruction) -> Step:
 
 def _packed(ins: Instruction, last: str) -> Step:
     """add, sub, mul, fma of both halves of registers."""
-    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] != ("rn",):
+    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] not in ((), ("rn",)):
         _refuse(ins)
     if last == "bf16":
         function = _in_float32(FLOAT[ins.parts[0]], bf16_to_f32, f32_to_bf16)
@@ -243,7 +243,7 @@ def _widening(ins: Instruction) -> Step:
 
 def _pairs(ins: Instruction) -> Step:
     """add, sub, mul, fma of the two float32 of 64-bit registers (compute capability 10.0)."""
-    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] != ("rn",):
+    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] not in ((), ("rn",)):
         _refuse(ins)
     function = FLOAT[ins.parts[0]]
     operands = [source(o, KINDS["b64"]) for o in ins.operands[1:]]

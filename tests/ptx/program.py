@@ -35,6 +35,9 @@ from tests.ptx.parse import Fault, Kernel, parse
 POISON = 0xFF
 """Of memory that the program has not written: NaN in every float, -1 in integers."""
 
+EMITTED = {} if jax.__version_info__ < (0, 11) else {"xla_dump_emitter_re": ".*"}
+"""What newer XLA wants to be told before it dumps PTX."""
+
 WIDEST = 16
 """Bytes that a thread reads at once, at most."""
 
@@ -110,12 +113,13 @@ class Program:
 def compile_program(card: str, function: Callable, *args: Any, **options: Any) -> Program:
     """function(*args) as compile_for compiles it, from XLA's dumps."""
     from jax._src import compiler
+    from jax.experimental.mosaic.gpu import core  # noqa: F401, it sets variables for good
 
     get_compile_options = compiler.get_compile_options
     with tempfile.TemporaryDirectory() as dump:
 
         def with_dump(*args, env_options_overrides, **kwargs):
-            dumps = {"xla_dump_to": dump, "xla_dump_large_constants": True}
+            dumps = {"xla_dump_to": dump, "xla_dump_large_constants": True, **EMITTED}
             overrides = {**env_options_overrides, **dumps}
             return get_compile_options(*args, env_options_overrides=overrides, **kwargs)
 
@@ -147,7 +151,7 @@ def _stdout(path: Path) -> Iterator[None]:
 def _of_mosaic(
     printed: str, computations: Mapping[str, Mapping[str, Op]]
 ) -> dict[str, tuple[str, str]]:
-    """Program.mosaic: it compiles and prints each kernel once, in the order of the schedule."""
+    """Program.mosaic: new kernels are compiled and printed in the order of the schedule."""
     modules = re.findall(r"^\.version.*?^\}", printed, re.DOTALL | re.MULTILINE)
     hosts = re.findall(r"^define void @(?!_mlir_)\w+\([^)]*\) \{.*?^\}", printed, re.DOTALL | re.M)
     hosts = [host for host in hosts if "_mosaic_gpu_init(" not in host]
@@ -157,13 +161,15 @@ def _of_mosaic(
         for op in ops.values()
         if 'custom_call_target="mosaic_gpu_v2"' in op.rest
     }
-    kernels = list(dict.fromkeys(calls.values()))
-    if not len(kernels) == len(modules) == len(hosts):
-        raise Fault(f"{len(kernels)} kernels of Mosaic GPU, {len(modules)} modules of PTX")
-    return {
-        name: (modules[kernels.index(one)], hosts[kernels.index(one)])
-        for name, one in calls.items()
-    }
+    new = [one for one in dict.fromkeys(calls.values()) if one not in _mosaic]
+    if not len(new) == len(modules) == len(hosts):
+        raise Fault(f"{len(new)} new kernels of Mosaic GPU, but PTX of {len(modules)}")
+    _mosaic.update(zip(new, zip(modules, hosts, strict=True), strict=True))
+    return {name: _mosaic[one] for name, one in calls.items()}
+
+
+_mosaic: dict[str, tuple[str, str]] = {}
+"""What it printed of each kernel, which this process compiles once."""
 
 
 def read_dump(dump: Path) -> Program:
@@ -186,10 +192,16 @@ def read_dump(dump: Path) -> Program:
     for name, number in number_of.findall(text("*.thunk_metadata.txt")):
         if int(number) in kernels:
             thunks.setdefault(name, []).append(kernels[int(number)])
-    modules = [path.read_text() for path in dump.glob("*.ptx")]
+    modules = [one for path in dump.glob("*.ptx") for one in _entries(path.read_text())]
     ptx = {found[1]: m for m in modules if (found := re.search(r"\.entry\s+([\w$]+)", m))}
     mosaic = _of_mosaic(text("mosaic.txt"), computations)
     return Program(computations, entry, places, sizes, thunks, ptx, mosaic)
+
+
+def _entries(module: str) -> list[str]:
+    """A module for each of its kernels: XLA puts its own into one."""
+    head, *entries = re.split(r"^(?=\.visible \.entry)", module, flags=re.MULTILINE)
+    return [head + entry for entry in entries]
 
 
 def _until_closed(text: str) -> str:
@@ -605,11 +617,11 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def patched(module: Any, **options: Any) -> Iterator[None]:
-    """Inside, a test module's kernels run in this interpreter (implementation "pallas"); what else
-    it compiles, as ever. options: as interpret's."""
+    """Inside, a test module's kernels run in this interpreter (implementations "pallas" and
+    "mosaic"); what else it compiles, as ever. options: as interpret's."""
 
     def compiled(op: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
-        if "pallas" not in contract.implementations_of(static):
+        if not {"pallas", "mosaic"} & contract.implementations_of(static):
             return contract.compiled(op, donate, **static)
         return interpret(op, donate, **options, **static)
 
