@@ -13,6 +13,7 @@ The layers are for inference and cannot be differentiated. docs/how-to/paged_moe
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,13 +44,25 @@ from moejax.step.experts import (
     zero_after,
     zero_outputs,
 )
-from pallas_kernels import Ops, resolve_ops
+from pallas_kernels import OPS, Ops, resolve_ops
 from pallas_kernels.cards import shared_class
+from pallas_kernels.dispatch import parse_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import LinearOptions, linear_parts
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
-from pallas_kernels.verification import Check, Job, ModelShape, checks, require_verified
+from pallas_kernels.verification import (
+    SHIPPED,
+    Check,
+    Job,
+    ModelShape,
+    checks,
+    current,
+    require_verified,
+    why_no_kernels,
+)
+
+log = logging.getLogger("moejax")
 
 __all__ = ["ExpertMemory", "HostRecords", "PagedExperts", "PagedMoE", "Paging", "RouteRule"]
 
@@ -278,10 +291,13 @@ class PagedMoE(nnx.Module):
           padded to whole tiles; 64 suits long prompts.
         - `waves`: passes over the experts of a call. With more waves, more of the active experts
           can be filled. The bits stay the same.
-        - `ops`: see pallas_kernels.resolve_ops. On a GPU, kernels are first checked.
+        - `ops`: see pallas_kernels.resolve_ops. On a GPU, "auto" takes the kernels that were found
+          right on this device, and XLA for other ops, which a warning names. Kernels that are
+          named, as with "pallas", are checked now, and later layers go by the results.
 
         Raises UserError for a layer that does not exist, row_tile or waves below 1, a router of
-        another shape, neither router nor rngs, and kernels that cannot run or fail their check.
+        another shape, neither router nor rngs, and named kernels that cannot run or fail their
+        check.
         """
         if not 0 <= layer < experts.layers:
             raise UserError(f"layer {layer} does not exist; there are {experts.layers}")
@@ -290,21 +306,7 @@ class PagedMoE(nnx.Module):
         shape = (experts.experts, experts.layout.hidden)
         with user_errors():
             rule.check(experts.experts, correction=False)
-            reason = why_not_pallas(rule)
-            self.ops = resolve_ops(
-                ops,
-                platform=experts.device.platform,
-                dtype=experts.dtype,
-                no_kernel={} if reason is None else {"route": reason},
-                shared_kib=shared_class(experts.device),
-            )
-            if self.ops.has_kernels and row_tile not in KERNEL_ROW_TILES:
-                raise ValueError(
-                    f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
-                )
-            if experts.device.platform == "gpu":
-                job = Job(kernel_checks, (self.ops, *experts.kernel_shape(), rule))
-                require_verified(job, job.checks(), experts.device, checked_folder())
+            self.ops = _choose_ops(experts, rule, row_tile, ops)
         if router is None:
             if rngs is None:
                 raise UserError("give the router's weights as router, or rngs to draw them")
@@ -396,6 +398,44 @@ def _refuse_vmap(size, batched, operands):
 
 
 _regrant = jax.jit(regrant)
+
+
+def _are_checked(device: jax.Device) -> bool:
+    return device.platform == "gpu"
+
+
+def _choose_ops(
+    experts: PagedExperts, rule: RouteRule, row_tile: int, ops: str | Mapping[str, str]
+) -> Ops:
+    """Returns the ops of a layer, as PagedMoE says. Raises ValueError for named kernels."""
+    asked, declined = parse_ops(ops), dict[str, str]()
+    if (reason := why_not_pallas(rule)) is not None:
+        declined["route"] = reason
+    if row_tile not in KERNEL_ROW_TILES:
+        reason = f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
+        declined |= dict.fromkeys(OPS, reason)
+    found: dict[str, str] = {}
+    while True:
+        chosen = resolve_ops(
+            ops,
+            platform=experts.device.platform,
+            dtype=experts.dtype,
+            no_kernel=declined | found,
+            shared_kib=shared_class(experts.device),
+        )
+        if not _are_checked(experts.device):
+            return chosen
+        job = Job(kernel_checks, (chosen, *experts.kernel_shape(), rule))
+        why = why_no_kernels(job.checks(), current(experts.device, SHIPPED, checked_folder()))
+        new = {op: why[op] for op in why if asked[op] == "auto" and op not in found}
+        if not new:
+            break
+        found |= new
+    require_verified(job, job.checks(), experts.device, checked_folder())
+    if found:
+        reason, names = next(iter(found.values())), ", ".join(found)
+        log.warning("in XLA, not as kernels: %s; %s\nops='pallas' checks them now", names, reason)
+    return chosen
 
 
 def kernel_checks(

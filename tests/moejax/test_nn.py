@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 from examples import paged_moe_in_your_model as example
+from moejax import nn as layers
+from moejax.cache import checked_folder
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from moejax.nn import (
@@ -18,8 +20,9 @@ from moejax.nn import (
     kernel_checks,
 )
 from moejax.step.compiler import compiler_options
-from pallas_kernels import resolve_ops
+from pallas_kernels import dispatch, resolve_ops
 from pallas_kernels.triton import interpreted
+from pallas_kernels.verification import NOT_CHECKED, table
 from tests.hlo import read_executable
 from tests.host_offload.memory.dense_records import record_of
 from tests.memory_faults import memory_faults
@@ -209,6 +212,50 @@ def test_the_kernels_of_a_layer_are_checked(experts):
     assert {check.op for check in checked} == set(OPS_USED)
     assert all(f"{E}x{D} " in check.key for check in checked if check.op == "linear")
     assert kernel_checks(resolve_ops("xla"), *half.kernel_shape(), RULE) == []
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch, tmp_path):
+    monkeypatch.setitem(dispatch.AUTO, "cpu", ("pallas", "xla"))
+    monkeypatch.setattr(layers, "_are_checked", lambda device: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with interpreted():
+        yield
+
+
+def test_a_layer_takes_the_kernels_that_were_found_right(as_on_gpu, monkeypatch, caplog):
+    half = PagedExperts.from_arrays(weights(), "bfloat16")
+
+    def ops_of(ops="auto", row_tile=16):
+        layer = PagedMoE(half, 0, RULE, rngs=nnx.Rngs(0), ops=ops, row_tile=row_tile)
+        return {op: name for op, name in layer.ops.chosen().items() if op in OPS_USED}
+
+    assert set(ops_of().values()) == {"xla"} and NOT_CHECKED in caplog.messages[-1]
+    wanted = kernel_checks(resolve_ops("auto", dtype="bfloat16"), *half.kernel_shape(), RULE)
+    platform = half.device.client.platform_version
+    known = {
+        check.key: table.Entry(None, table.digest(), platform, "it deviates by 1")
+        if check.op == "combine"
+        else table.Entry(0.0, table.digest(), platform, "")
+        for check in wanted
+    }
+    checked_folder().mkdir(parents=True, exist_ok=True)
+    path = checked_folder() / table.file_name(half.device.device_kind)
+    table.write_table(path, half.device, known, 0)
+    assert ops_of() == {**dict.fromkeys(OPS_USED, "pallas"), "combine": "xla"}
+    assert caplog.messages[-1].startswith("in XLA, not as kernels: combine; it deviates by 1")
+    assert set(ops_of(row_tile=8).values()) == {"xla"}
+    # What is named is checked, and refused if it is wrong.
+    ran = []
+
+    def refuse(job, *_):
+        ran.extend(check.op for check in job.checks())
+        raise ValueError("it deviates by 1")
+
+    monkeypatch.setattr(layers, "require_verified", refuse)
+    with pytest.raises(UserError, match="it deviates by 1"):
+        ops_of("pallas")
+    assert "combine" in ran
 
 
 # ---- the example
