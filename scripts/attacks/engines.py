@@ -3,6 +3,7 @@ processes and one after the other; jobs whose output is taken away."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -11,20 +12,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from moejax import LLM, SamplingParams, UserError
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.job import Job, open_job
-from scripts.attacks.engine import LIMITS, check_answer
+from scripts.attacks.engine import LIMITS, Known, check_answer, record
 from scripts.attacks.files import DAMAGE, damage_file
 from scripts.attacks.lines import check_results, known_line
 from scripts.attacks.scene import Scene, limit_s
 from scripts.attacks.trees import whole
 from scripts.attacks.values import pick
 
+LOSSY = "int8", "int4"
+"""Versions of all experts, which have bits of their own."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "store": ("memory", "memory", "shared", "file", "file,verify=false"),
     "driver": (
@@ -34,7 +37,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "transfers": (None, "queue", "queue,rate=2GB/s,chunk_bytes=16KiB", "queue,threads=1"),
     "expert_budget": ("0", "25%", "60%", "100%"),
     "kv_budget": ("3MiB", "512KiB", "256KiB"),
-    "precision": (None, None, "lossless12"),
+    "precision": (None, None, "lossless12", *LOSSY),
     "placement": (None, None, "fiddler", "greedy,per_token=1ms,startup=1ms,load=1ms"),
     "prefetch": (None, "random", "moe-infinity", "fate", "coactivation", "layer-streaming"),
     "eviction": ("lru", "lfu", "lfru", "fifo", "global-lru"),
@@ -42,7 +45,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "resize": ("none", "none", "peak_headroom", "mv_wsa", "joint"),
     "swap_space": ("64MiB", "0"),
 }
-"""Options that change no bit on one kind of processor."""
+"""Options that change no bit on one kind of processor, but for LOSSY."""
+
+
+@cache
+def known_of(model: Path, precision: str) -> Known:
+    """The known requests with what they give alone in a plain engine of this precision."""
+    with LLM(model, **{**LIMITS, "precision": precision}) as llm:
+        return record(llm)
 
 
 def _draw(scene: Scene, **given: Any) -> dict[str, Any]:
@@ -60,6 +70,14 @@ def _open(scene: Scene, model: Path, options: dict[str, Any]) -> LLM | None:
     return made if isinstance(made, LLM) else None
 
 
+def _open_some(scene: Scene, model: Path, options: dict[str, Any]) -> LLM:
+    """The engine with what is left of the options: most draws have a conflict somewhere, so one
+    after the other is taken away until none is refused."""
+    while (llm := _open(scene, model, options)) is None:
+        del options[pick(scene.rng, sorted(options))]
+    return llm
+
+
 def _answer(scene: Scene, llm: LLM, what: str, *, refusable: bool = False) -> None:
     """The known requests, several times, have the bits that they have alone. So many need more KV
     than small budgets have. refusable: some may fail."""
@@ -74,11 +92,12 @@ def _answer(scene: Scene, llm: LLM, what: str, *, refusable: bool = False) -> No
 
 
 def attack_combinations(scene: Scene) -> None:
-    """Options that change no bit, together: refused, or the bits of the plain engine."""
-    options = _draw(scene)
-    llm = _open(scene, whole(scene.directory.parents[1], "ours"), options)
-    if llm is None:
-        return
+    """Options that change no bit, together: the bits of the plain engine."""
+    options, model = _draw(scene), whole(scene.directory.parents[1], "ours")
+    llm = _open_some(scene, model, options)
+    if (precision := options.get("precision")) in LOSSY:
+        scene = dataclasses.replace(scene, known=known_of(model, precision))
+        scene.counts["lossy"] += 1
     with llm:
         _answer(scene, llm, f"with {options}")
         scene.counts["preemptions"] += llm.stats()["kv"]["preemptions"]
@@ -295,14 +314,11 @@ MOST_GROWTH = 48 << 20
 
 def attack_many(scene: Scene) -> None:
     """30 engines, one after the other, leave no memory, descriptor or thread."""
-    options = _draw(scene, resize="none")
+    options = _draw(scene, resize="none", precision=None)
     model = whole(scene.directory.parents[1], "ours")
     sizes: list[tuple[int, int, int]] = []
     for _ in range(30):
-        llm = _open(scene, model, options)
-        if llm is None:
-            return
-        with llm:
+        with _open_some(scene, model, options) as llm:
             _answer(scene, llm, f"with {options}, again and again")
         del llm
         sizes.append(held())
