@@ -110,7 +110,7 @@ class RecordFiles:
     """Whether reads compare checksums: CRC-32C if the records have one and the native library is
     there, which is a fifth of SHA-256's work."""
     identities: dict[str, tuple[int, ...]] = dataclasses.field(init=False, repr=False)
-    """Device, inode, size and time of each file when this was made, which raises OSError for a
+    """Device, inode, size and times of each file when this was made, which raises OSError for a
     missing file."""
 
     def __post_init__(self):
@@ -168,7 +168,9 @@ class RecordFiles:
         return table
 
     def _require_same(self, path: str, descriptor: int) -> None:
-        if _identity(os.fstat(descriptor)) != self.identities[path]:
+        # A checksum shows all that the time of the last change would.
+        count = -1 if self.verify else None
+        if _identity(os.fstat(descriptor))[:count] != self.identities[path][:count]:
             raise OSError(f"{path}: changed since it was opened first")
 
 
@@ -202,7 +204,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    """Device, inode, size, and times of the last write, which a program can set back, and of the
+    last change."""
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, *times
 
 
 def locate_records(

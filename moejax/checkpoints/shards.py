@@ -109,7 +109,7 @@ class Shard:
     path: pathlib.Path
     tensors: dict[str, Header]
     begins: dict[str, int]
-    stamp: tuple[int, int]
+    stamp: tuple[int, ...]
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ShardReader]:
@@ -258,11 +258,11 @@ def _explain_nothing(directory: pathlib.Path) -> str:
     return f"{directory}: {wanted}"
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
-    """Size in bytes and time of change in ns, which show whether a file has changed since its
-    header was read."""
+def _stamp(descriptor: int) -> tuple[int, ...]:
+    """Size in bytes and times in ns of the last write and change, which show whether a file has
+    changed since its header was read."""
     status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:

@@ -87,16 +87,20 @@ void transpose(const uint8_t* rows, int64_t n, int64_t row, int64_t item, uint8_
   else transpose_items<uint32_t>(rows, n, row, to, first, height);
 }
 
-// What must not change of a file: device, number, size, time of the last change.
+int64_t nanoseconds(const struct timespec& t) { return t.tv_sec * 1'000'000'000 + t.tv_nsec; }
+
+// What must not change of a file: device, number, size, time of the last write. A program can set
+// that time back, so where no checksum is compared, the time of the last change counts as well.
 struct Identity {
   uint64_t device, number;
-  int64_t size, seconds, nanoseconds;
+  int64_t size, written, changed;
   explicit Identity(const struct stat& s)
-      : device(s.st_dev), number(s.st_ino), size(s.st_size), seconds(s.st_mtim.tv_sec),
-        nanoseconds(s.st_mtim.tv_nsec) {}
-  bool operator==(const Identity& o) const {
-    return device == o.device && number == o.number && size == o.size && seconds == o.seconds &&
-           nanoseconds == o.nanoseconds;
+      : device(s.st_dev), number(s.st_ino), size(s.st_size), written(nanoseconds(s.st_mtim)),
+        changed(nanoseconds(s.st_ctim)) {}
+  bool same(const struct stat& s, bool checked) const {
+    const Identity o(s);
+    return device == o.device && number == o.number && size == o.size && written == o.written &&
+           (checked || changed == o.changed);
   }
 };
 
@@ -584,7 +588,8 @@ void TransferQueue::end(Held& held, Transfer& transfer, size_t index, std::strin
   for (auto& [file, fd] : transfer.opened) {
     if (fd < 0) continue;
     struct stat s {};
-    if (transfer.failure.empty() && (fstat(fd, &s) || !(Identity(s) == file->identity))) {
+    if (transfer.failure.empty() &&
+        (fstat(fd, &s) || !file->identity.same(s, transfer.checksum != nullptr))) {
       transfer.failure = file->path + ": changed while it was read";
     }
     ::close(fd);
@@ -682,7 +687,7 @@ std::string TransferQueue::open_file(Transfer& transfer, size_t part) {
   const int error = fd < 0 ? errno : 0;
   // What is no file any more may not open as one: a pipe takes no O_DIRECT.
   if ((fd < 0 ? ::stat(file.path.c_str(), &s) : fstat(fd, &s)) == 0 &&
-      !(Identity(s) == file.identity)) {
+      !file.identity.same(s, transfer.checksum != nullptr)) {
     if (fd >= 0) ::close(fd);
     return file.path + ": changed since it was opened first";
   }
