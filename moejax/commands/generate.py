@@ -430,7 +430,9 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     # No bar where result lines go to the same terminal, since the two would mix.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
     # Kernels that were checked since the job began would give other bits.
-    with start_llm(args, {**work.chosen_before(), **options}) as llm:
+    before = dict(work.chosen_before())
+    before.pop("weights", None)  # of workers; no option
+    with start_llm(args, {**before, **options}) as llm:
         work.chosen.update(llm.chosen)
         work.run(llm, progress=bar, warn=say)
         stats = llm.stats()
@@ -441,9 +443,11 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """Runs the job on Ray's workers. Returns its statistics as text for stderr."""
     from moejax.serve.cluster.fleet import Fleet, format_fleet
 
+    if (weights := work.chosen_before().get("weights")) is not None:
+        work.chosen["weights"] = weights
     with (
         connect_cluster(args) as scale,
-        Fleet(args.model, options, scale, work.turns, say) as fleet,
+        Fleet(args.model, options, scale, work.turns, say, work.chosen) as fleet,
     ):
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()

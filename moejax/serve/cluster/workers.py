@@ -266,7 +266,8 @@ class Workers:
         self._suspects: collections.deque[_Item] = collections.deque()
         """Pieces of work whose workers ended. They run last, each alone with a worker."""
         self._numbers, self._in_a_row = itertools.count(1), 0
-        self._weights = asked.weights
+        self.weights = asked.weights
+        """Those of every worker; None: not known yet."""
         self.ended = 0
         """Number of workers that ended too early."""
         # Start one worker a node first, so that others find its compiled steps and shared experts.
@@ -399,11 +400,11 @@ class Workers:
     def _take_start(self, member: _Member, found: Started | str) -> None:
         if isinstance(found, str):
             raise UserError(f"{member.name} could not start: {found}")
-        self._weights = self._weights or found.weights
-        if found.weights != self._weights:
+        self.weights = self.weights or found.weights
+        if found.weights != self.weights:
             raise UserError(
-                f"{member.name} has other weights at the path of the model than this machine or "
-                "other workers; copy the checkpoint there anew"
+                f"{member.name} has other weights at the model's path than this machine, other "
+                "workers or the results so far; copy the checkpoint there anew"
             )
         member.starting = None
         member.room, member.start_s = found.room, found.seconds

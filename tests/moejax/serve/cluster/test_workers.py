@@ -137,6 +137,31 @@ def test_a_worker_with_other_weights_ends_the_job(run):
         run(Other, range(3))
 
 
+@pytest.mark.parametrize("before", [{}, {"weights": "theirs"}, {"weights": "of before"}])
+def test_workers_alone_have_the_checkpoint(before, monkeypatch):
+    """Then results are bound to what theirs is."""
+
+    class There(Doubler):
+        async def start(self, model, options):
+            return Started(4, 0.5, weights="theirs")
+
+        async def _work(self, piece):
+            return UserError("no")
+
+    monkeypatch.setattr(fleet_module, "Generator", There)
+    monkeypatch.setattr(workers_module, "require_ray", RayHere)
+    monkeypatch.setattr(workers_module, "nodes", lambda: NODES)
+    chosen, options = dict(before), {"device": "cpu"}
+    with Fleet("/not/here", options, Scale(), {}, chosen=chosen) as fleet:
+        results = fleet.generate_each(iter([GenerationRequest("a")]))
+        if chosen.get("weights") == "of before":
+            with pytest.raises(UserError, match="or the results so far"):
+                next(results)
+        else:
+            next(results)
+            assert chosen == {"weights": "theirs"}
+
+
 def test_a_worker_that_cannot_start_ends_the_job(run):
     class Missing(Doubler):
         async def start(self):
@@ -258,8 +283,10 @@ def test_turns_of_a_session_are_one_piece_of_work(monkeypatch):
     monkeypatch.setattr(fleet_module, "Workers", lambda asked, warn: fake)
     turns = [("a", "s"), ("b", None), ("c", "s"), ("d", "t")]
     requests = [GenerationRequest(p, session_id=s, tag=i) for i, (p, s) in enumerate(turns)]
-    fleet = Fleet("demo", {"device": "cpu"}, Scale(), {"s": 2, "t": 3})
+    chosen = {}
+    fleet = Fleet("demo", {"device": "cpu"}, Scale(), {"s": 2, "t": 3}, chosen=chosen)
     found = [(asked.tag, output) for asked, output in fleet.generate_each(requests)]
+    assert not chosen  # this machine has the checkpoint, which the job's options name
     assert ran == [["b"], ["a", "c"], ["d"]]  # the third turn of t never came
     assert found[1:3] == [(0, "a"), (2, "c")] and isinstance(found[0][1], UserError)
 
