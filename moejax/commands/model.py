@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -203,11 +204,24 @@ def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> N
 def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
     """Starts the model, with progress unless --quiet or --json is given. Notes are not logged,
     since the command prints every note itself."""
-    from moejax import LLM
-
+    with _without_collection():
+        from moejax import LLM
     quiet = args.quiet or args.json
     with silence_notes(), LLM(args.model, progress=not quiet, **options) as llm:
         yield llm
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Turns Python's garbage collection off inside the block. Importing jax and moejax makes
+    objects that all stay; looking through them again and again takes a tenth of a small start."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
