@@ -5,6 +5,11 @@
         --seconds 600 --out OUT
     moejax generate "Once upon a time" --model OUT
 
+With --state a run that stopped goes on where it was, and each stop can be evaluated, also while the
+next run is under way:
+
+    moejax eval STATE --name-map examples/small_moe.yaml --every-step --task perplexity --data FILE
+
 The folder of --model holds the config.json of a model of examples/small_moe.py and a tokenizer.
 
 Token files are arrays `{domain}-{anything}.npy` (or .npy.xz) of uint16, documents that each end
@@ -232,21 +237,37 @@ def rate_at(done: float, step: int, peak: float, decay: float) -> float:
     return peak * min(1.0, (step + 1) / 100) * min(1.0, max(0.0, 1 - done) / decay)
 
 
-def save_state(directory: pathlib.Path, state: TrainState) -> None:
-    """Replaces the checkpoint in the directory."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+KEPT_STATES = 3
+"""Training states that stay, so that `moejax eval --every-step` has time to read each."""
+
+
+def named_state(c: Config, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds: weights by the names in examples/small_moe.yaml, and the rest."""
+    rest = jax.tree.leaves((state.optimizer, state.step))
+    named = {"params": nnx.to_pure_dict(state.params)}
+    if c["model_type"] == "glm4_moe":
+        named |= nnx.to_pure_dict(state.correction)
+    return {**named, "rest": {str(i): leaf for i, leaf in enumerate(rest)}}
+
+
+def save_state(directory: pathlib.Path, c: Config, state: TrainState) -> None:
+    """Adds a checkpoint to the directory."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_STATES)
     with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-        leaves = {str(i): x for i, x in enumerate(jax.tree.leaves(state))}
-        manager.save(int(state.step), args=ocp.args.StandardSave(leaves))
+        manager.save(int(state.step), args=ocp.args.StandardSave(named_state(c, state)))
 
 
-def restore_state(directory: pathlib.Path, state: TrainState) -> TrainState:
+def restore_state(directory: pathlib.Path, c: Config, state: TrainState) -> TrainState:
     """The newest checkpoint in the directory, in the shape of `state`."""
-    leaves, tree = jax.tree.flatten(state)
-    like = {str(i): x for i, x in enumerate(leaves)}
+    like = named_state(c, state)
     with ocp.CheckpointManager(directory.absolute()) as manager:
         found = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
-    return jax.tree.unflatten(tree, [found[str(i)] for i in range(len(leaves))])
+    nnx.replace_by_pure_dict(state.params, found["params"])
+    if "correction" in found:
+        nnx.replace_by_pure_dict(state.correction, {"correction": found["correction"]})
+    rest = [found["rest"][str(i)] for i in range(len(found["rest"]))]
+    optimizer, step = jax.tree.unflatten(jax.tree.structure((state.optimizer, state.step)), rest)
+    return TrainState(state.params, state.correction, optimizer, step)
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -293,8 +314,8 @@ class Run:
         optimizer = make_optimizer(args.optimizer)
         of_optimizer = jax.jit(optimizer.init)(params)
         self.state = TrainState(params, correction, of_optimizer, jnp.zeros((), jnp.int32))
-        if args.state and args.state.exists():
-            self.state = restore_state(args.state, self.state)
+        if args.state and any(args.state.glob("[0-9]*")):
+            self.state = restore_state(args.state, c, self.state)
             self.say(f"goes on from step {int(self.state.step)}")
         shape = args.dispatch, args.rows, args.length + 1
         rows = jax.ShapeDtypeStruct(shape, jnp.uint16)
@@ -318,9 +339,14 @@ class Run:
         args.out.mkdir(parents=True, exist_ok=True)
         model = nnx.merge(self.graph, self.state.params, self.state.correction)
         save_weights(args.out, self.config, model, args.limit)
+        self.copy_config(args.out)
+
+    def copy_config(self, folder: pathlib.Path) -> None:
+        """Puts the config and the tokenizer into the folder."""
+        model = self.args.model
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-            if (args.model / name).exists() and args.model != args.out:
-                shutil.copy(args.model / name, args.out / name)
+            if (model / name).exists() and model != folder:
+                shutil.copy(model / name, folder / name)
 
     def train(self, is_stopped: Callable[[], bool]) -> None:
         """Trains until the time or the steps are over, and saves at the half and at the end.
@@ -361,7 +387,8 @@ class Run:
         self.save()
         self.say(f"{(step - first) * args.rows * args.length:,} tokens, saved to {args.out}")
         if args.state:
-            save_state(args.state, self.state)
+            save_state(args.state, self.config, self.state)
+            self.copy_config(args.state)
 
     def report(self, step: int, found: list[jax.Array], per_step: float, rate: float) -> None:
         """Says how far the run is. found: losses and loads of the last dispatch."""

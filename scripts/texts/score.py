@@ -28,7 +28,7 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     share = right / count
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5 / (1 + z**2 / count)
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def as_chat(question: str) -> str:

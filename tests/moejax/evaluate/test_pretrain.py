@@ -14,6 +14,7 @@ from flax import nnx
 from examples.pretrain import main
 from examples.small_moe import Decoder, forward, load_weights
 from moejax import LLM, SamplingParams
+from moejax.commands.main import main as moejax_main
 
 SHAPE = {
     "vocab_size": 64,
@@ -63,6 +64,26 @@ def test_greedy_tokens_of_moejax_are_those_of_the_training_program(
     assert "goes on from step 40" in said
     before, after = map(float, re.findall(r"loss ([\d.]+), the last", said))
     assert np.log(config["vocab_size"]) > before > after
+    np.save(tmp_path / "held_out.npy", tokens[:2048])
+    asked = [
+        "eval",
+        str(tmp_path / "state"),
+        "--name-map",
+        str(repository / "examples/small_moe.yaml"),
+    ]
+    asked += ["--every-step", "--until-step", "80", "--task", "perplexity"]
+    limits = [f"--{name.replace('_', '-')}={size}" for name, size in LIMITS.items()]
+    evaluated = [
+        "--token-ids",
+        str(tmp_path / "held_out.npy"),
+        "--output",
+        str(tmp_path / "e.jsonl"),
+    ]
+    assert moejax_main([*asked, *evaluated, *limits]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps] == [40, 80]
+    worse, better = (one["total"]["nll"] / one["total"]["scored_tokens"] for one in steps)
+    assert np.log(config["vocab_size"]) > worse > better
     assert len(list(out.glob("model-*.safetensors"))) > 1
 
     trained = Decoder(config, nnx.Rngs(1))
