@@ -457,7 +457,9 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 def format_line(stats: Mapping[str, Any]) -> str:
     """A line that sums up `LLM.stats`."""
     experts, moved = stats["experts"], sum(stats["bytes"].values())
-    return (
+    delta = stats["cache_aware_routing"]
+    other = "" if delta is None else f"cache_aware_routing {delta} CHANGES OUTPUTS; "
+    return other + (
         f"{stats['prompt_tokens']} + {stats['generated_tokens']} tokens; first after "
         f"{_ms(stats['ttft_s']['mean'])}, then {_ms(stats['tpot_s']['mean'])} each; hit rate "
         f"{_number(experts['hit_rate'], '.1%')}, {format_bytes(moved)} moved (--verbose says more)"

@@ -149,10 +149,10 @@ def test_the_command_line_says_so(tmp_path, capsys):
     limits = ["--max-model-len", "256", "--max-num-seqs", "4", "--expert-budget", "25%"]
     assert main([*command, *limits, "--cache-aware-routing", "0.2"]) == 0
     said = capsys.readouterr().err
-    assert "\nnote     cache_aware_routing 0.2 CHANGES OUTPUTS" in said
+    assert "\ncache_aware_routing 0.2 CHANGES OUTPUTS; 3 + 8 tokens" in said
     assert main([*command, *limits]) == 0
     said = capsys.readouterr().err
-    assert "\nexperts " in said and "CHANGES OUTPUTS" not in said
+    assert "\n3 + 8 tokens" in said and "CHANGES OUTPUTS" not in said
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_the_command_line_places(capsys):
     command = ["generate", "The old house", *limits, "--max-tokens", "8", "--temperature", "0"]
     assert main(command) == 0
     alone = capsys.readouterr().out
-    beside = ["--driver", "host", "--placement", STATED]
+    beside = ["--driver", "host", "--placement", STATED, "--verbose"]
     assert main([*command, *beside]) == 0
     shown = capsys.readouterr()
     assert shown.out == alone
