@@ -489,7 +489,7 @@ class Engine:
     # ---- results
 
     def _read(self, step: Step) -> list[Request]:
-        logprobs = step.logprobs
+        logprobs, began = step.logprobs, time.perf_counter()
         try:
             if logprobs is not None:  # begins all copies before it waits for one
                 step.results.copy_to_host_async()
@@ -499,6 +499,7 @@ class Engine:
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
+        self.statistics.device_s += now - began
         failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         if self.planner is not None:

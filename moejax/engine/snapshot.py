@@ -3,6 +3,7 @@ pictures."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -82,6 +83,7 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
       KV_USED, EMPTY_CELL.
     - `resident`: for each layer × E + expert, 1 + the version that is in a cell, else 0.
     - `chosen`: for each layer × E + expert, the tokens that chose it since the start.
+    - `time`: when it was taken, in seconds.
     - Counters since the start, times in seconds, and what waits and runs.
     """
     runner, scheduler, statistics = engine.runner, engine.scheduler, engine.statistics
@@ -118,6 +120,8 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
             "prompt_tokens": statistics.prompt_tokens,
             "steps": sum(statistics.steps.values()),
             "seconds": sum(statistics.seconds.values()),
+            "device_seconds": statistics.device_s,
+            "time": time.perf_counter(),
             "activations": statistics.paging["active"],
             "hits": statistics.paging["hits"],
             "bytes": sum(statistics.moved.values()),

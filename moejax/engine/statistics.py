@@ -41,6 +41,8 @@ class Statistics:
         self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.steps = {"prefill": 0, "decode": 0}
         self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.device_s = 0.0
+        """Seconds of those in which the host waited for the device."""
         self.paging = dict.fromkeys(Paging._fields, 0)
         self.moved = {"fill": 0, "read_through": 0}
         """Bytes over the link by cause."""

@@ -576,7 +576,9 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     assert command(*files, "--temperature", "0.5", "--on-error", "skip") == 3
     err = capsys.readouterr().err
     assert f"moejax: {source}, line 8: not JSON" in err
-    assert "\nmoejax: 8 results" in err and ", 1 errors\n\n" in err and "(--verbose says more)" in err
+    assert (
+        "\nmoejax: 8 results" in err and ", 1 errors\n\n" in err and "(--verbose says more)" in err
+    )
     assert records(output)["p3"]["text"].startswith("prompt 3+")
     # Done: nothing is loaded, and the status is the same.
     fake.made = 0

@@ -8,7 +8,7 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 let model = null, now = null, before = null, key = "", keyRefused = false, answering = null;
 let heat = [], rates = [], messages = [];
-let speed = { rate: "–", token: "–", wait: "–" }; // of the last tokens that came
+let speed = { rate: "–", token: "–", device: "–", wait: "–", host: "–" }; // of the last tokens that came
 
 // ---- requests
 
@@ -214,19 +214,24 @@ function bytes(count) {
 }
 
 function tiles() {
-  const passed = before ? (now.time - before.time) / 1000 : 0;
+  const passed = before ? now.time - before.time : 0;
   const change = (name) => (before ? now[name] - before[name] : 0);
   const tokens = change("generated_tokens"), wait = change("wait_seconds");
   const experts = now.cells_per_layer.reduce((sum, cells) => sum + cells, 0);
   const milliseconds = (seconds) => `${((1000 * seconds) / tokens).toFixed(1)} ms`;
   if (passed && tokens > 0) {
-    speed = { rate: (tokens / passed).toFixed(0), token: milliseconds(change("seconds")), wait: milliseconds(wait) };
+    speed = { rate: (tokens / passed).toFixed(0), token: milliseconds(change("seconds")), wait: milliseconds(wait),
+      device: milliseconds(Math.max(0, change("device_seconds") - wait)),
+      host: milliseconds(Math.max(0, change("seconds") - change("device_seconds"))) };
   }
   const shown = [
     ["Tokens a second", speed.rate],
     ["Time a token", speed.token],
-    ...(now.wait_seconds === null ? [] : [["of it for experts", speed.wait]]),
+    ["of it computing", speed.device],
+    ...(now.wait_seconds === null ? [] : [["waiting for experts", speed.wait]]),
+    ["on the host", speed.host],
     ["Hit rate, in all", now.activations ? `${((100 * now.hits) / now.activations).toFixed(1)}%` : "–"],
+    ["Misses", (now.activations - now.hits).toLocaleString("en")],
     ["Over the link", bytes(now.bytes)],
     ["Experts / KV", `${bytes(experts * model.slot_bytes)} / ${bytes(now.kv_slots * model.slot_bytes)}`],
     ["Running, waiting", `${now.running}, ${now.waiting}`],
@@ -295,7 +300,7 @@ by("split").addEventListener("change", async () => {
 
 function take(snapshot) {
   before = now;
-  now = { ...snapshot, time: performance.now() };
+  now = snapshot;
   // A short memory, so that the heat follows what is going on.
   heat = snapshot.chosen.map((count, i) => 0.9 * (heat[i] ?? 0) + count - (before?.chosen[i] ?? count));
   const needed = now.activations - (before?.activations ?? now.activations);

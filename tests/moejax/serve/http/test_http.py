@@ -245,6 +245,8 @@ def test_snapshots_follow_the_engine(server):
         held = {slot for slot in state["slots"] if slot >= 0}
         assert held == {i for i, kind in enumerate(state["resident"]) if kind}
         assert len(held) <= sum(state["cells_per_layer"])
+        assert 0 <= state["device_seconds"] <= state["seconds"] + 1
+    assert states[-1]["device_seconds"] > 0 < states[-1]["time"] - first["time"]
     config = server.llm.engine.runner.config
     counts = np.reshape(states[-1]["chosen"], (layers, experts)).sum(axis=1)
     assert (counts == counts[0]).all() and counts[0] % config.num_experts_per_tok == 0
