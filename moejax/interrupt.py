@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +19,8 @@ STEP_S = 1800.0
 """Seconds that a step of an engine may take until it is said to hang."""
 LOOK_S = 1.0
 """Seconds between two looks at the running steps."""
+AGAIN_S = 0.05
+"""Seconds after which Ctrl-C is tried again where no error can be raised."""
 
 
 @contextmanager
@@ -131,9 +134,8 @@ def end_where_stuck(seconds: float, status: int, error_status: int) -> None:
     """
     global _error_status
     _error_status = error_status
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _leave):
         return
-    signal.signal(signal.SIGINT, _interrupt)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # works in native code too
@@ -153,6 +155,7 @@ def end_where_stuck(seconds: float, status: int, error_status: int) -> None:
                 _end(b"a step of the engine", status)
 
     threading.Thread(target=watch, name="moejax-interrupt", daemon=True).start()
+    signal.signal(signal.SIGINT, _interrupt)  # last: until now the process just ends
 
 
 def _end(waited: bytes, status: int) -> None:
@@ -166,7 +169,43 @@ _answered = 0.0
 """time.monotonic() when a Python handler last ran for SIGINT."""
 
 
+_LOSE_ERRORS = ("__del__", "_xla_gc_callback", "discover_pjrt_plugins")
+"""Functions of Python and jax whose callers drop errors."""
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _answered
     _answered = time.monotonic()
-    signal.default_int_handler(number, frame)
+    if _loses_errors(frame):
+        main = threading.main_thread().ident
+        again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, number))
+        again.daemon = True
+        again.start()
+    else:
+        signal.default_int_handler(number, frame)
+
+
+def _loses_errors(frame: FrameType | None) -> bool:
+    """Whether an error that is raised here goes nowhere, as in callbacks of the garbage collector,
+    or becomes another one, as in an import of an extension."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _LOSE_ERRORS:
+            return True
+        if code.co_filename.startswith("<frozen importlib") or code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave_quietly() -> None:
+    """Makes Ctrl-C end the process at once, until end_where_stuck: while modules are imported, and
+    at the end of the interpreter, there is nothing to put in order. Does nothing where SIGINT is
+    ignored."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: Any) -> None:
+    os.write(2, b"moejax: interrupted\n")
+    os._exit(130)

@@ -38,7 +38,7 @@ from moejax.commands import (
 )
 from moejax.commands.model import HelpAll
 from moejax.errors import UserError
-from moejax.interrupt import end_where_stuck
+from moejax.interrupt import end_where_stuck, leave_quietly
 from moejax.start.options import OPTIONS
 from moejax.start.other_names import use_instead
 from pallas_kernels.option_text import nearest
@@ -90,6 +90,7 @@ def run() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    leave_quietly()
     sys.exit(status)
 
 

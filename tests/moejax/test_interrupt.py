@@ -29,6 +29,19 @@ for _ in range(2):
     except KeyboardInterrupt:
         print("answered", flush=True)
 """
+LOST = """
+class Slow:
+    def __del__(self):  # what is raised here goes nowhere
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            time.sleep(0.01)
+
+try:
+    Slow()
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("answered", flush=True)
+"""
 DEFERRED = """
 try:
     with deferred_interrupt():
@@ -56,6 +69,7 @@ DISK, STEP = "interrupted while it waited for a disk", "interrupted while it wai
         (STUCK, 1, 130, "", DISK),
         (ANSWERED, 2, 0, "answered" * 2, ""),
         (DEFERRED, 1, 0, "wholeanswered", ""),
+        (LOST, 1, 0, "answered", ""),
         (HUNG_STEP, 1, 130, "", STEP),
         ("interrupt.STEP_S = 0.3" + HUNG_STEP, 0, 2, "", "error: a step of the engine has not end"),
     ],
