@@ -7,10 +7,11 @@ import pytest
 from moejax.commands.main import main
 
 
-@pytest.mark.parametrize("name", ["out.svg", "out.png"])
+@pytest.mark.parametrize("name", ["out.svg", pytest.param("out.png", marks=pytest.mark.slow)])
 def test_a_picture_of_memory_and_experts(tmp_path, capsys, name):
     path = tmp_path / name
     command = ["generate", "The old house", "--expert-budget", "25%", "--max-tokens", "4"]
+    command += ["--max-num-seqs", "1", "--max-model-len", "128"]
     assert main([*command, "--picture", str(path), "--quiet"]) == 0
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")

@@ -94,14 +94,14 @@ AWARE = {"cache_aware_routing": 0.05}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [PAGED, pytest.param({"precision": "int8"}, marks=pytest.mark.slow), AWARE],
+    [PAGED, {"precision": "int8"}, AWARE],
     ids=["two versions", "int8", "cache-aware"],
 )
 def test_who_computes_is_no_matter_of_how_experts_come(options):
     """Two versions: an expert is computed in the version that its miss would fill. Routers that
     favour residents see the same ones. Ops and jax's copies that are late have the same bits."""
     found, counts = [], []
-    for beside in (*BESIDE, "queue"):
+    for beside in BESIDE:
         with placed(beside, policies=[Anyhow(0.5)], driver="host", **options) as llm:
             delay(llm)
             found.append(run(llm, mixed_jobs(), check=False))
@@ -110,8 +110,7 @@ def test_who_computes_is_no_matter_of_how_experts_come(options):
             counts.append((stats["experts"], stats["bytes"]))
             if options is PAGED:
                 assert {key[2] for key in runner.processor._seen} == {0, 1}
-    assert same_bits(found[1], found[0]) and same_bits(found[2], found[0])
-    assert counts[0] == counts[1] == counts[2]
+    assert same_bits(found[1], found[0]) and counts[0] == counts[1]
 
 
 def into_wrong_slots(compute):

@@ -97,7 +97,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "int8")) for n in VERSIONS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "paged")) for n in VERSIONS]
 )
 def test_copies_of_several_versions_have_the_bits_of_ops(name):
     """What is decided does not depend on how experts come, so neither do the versions."""

@@ -117,8 +117,16 @@ FAULTS = {
 }
 
 
+TWINS = "wrong", "raises", "aborts"
+"""Faults that other tests meet: test_a_start_runs_what_was_found_right,
+test_a_kernel_that_fails_is_named and test_kernels_whose_step_crashes_do_not_run."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=[pytest.mark.nightly] * (f in TWINS)) for f in FAULTS],
+)
 def test_text_comes_whatever_a_kernel_does(faulty, caplog, fault):
     faulty(fault)
     text, ops, kernels = text_and_ops()
