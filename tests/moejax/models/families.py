@@ -155,14 +155,14 @@ SMALL: dict[str, dict[str, Any]] = {
         MAMBA2, num_local_experts=8, shared_intermediate_size=32, residual_multiplier=0.7
     ),
     "KimiLinearForCausalLM": dict(
-        LATENT,
+        LATENT | {"kv_lora_rank": 120},  # so that a state has two pages
         num_experts=8,
         linear_num_heads=4,
         linear_head_dim=12,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "JambaForCausalLM": dict(
-        num_experts=8, mamba_d_state=8, attn_layer_period=3, attn_layer_offset=1
+        num_experts=8, mamba_d_state=16, attn_layer_period=3, attn_layer_offset=1, head_dim=64
     ),
     "HYV3ForCausalLM": dict(num_experts=8, head_dim=16),
     "ExaoneMoeForCausalLM": dict(

@@ -462,7 +462,21 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         ),
         (GLM,): (0.51, r"partial_rotary_factor 0.51 of head_dim \d+ must leave an even number"),
     },
-    "num_local_experts": {(DOTS, HUNYUAN): (32, r"experts \(64\) contradicts num_local_experts")},
+    "num_local_experts": {
+        (DOTS, HUNYUAN): (32, r"experts \(64\) contradicts num_local_experts"),
+        (HYBRID,): (0, r"no layer has experts \(num_local_experts 0\)"),
+    },
+    "num_experts": {(JAMBA,): (1, r"no layer has experts \(num_experts 1 of 32 layers\)")},
+    "attn_layer_offset": {(JAMBA,): (9, r"attn_layer_offset \(9\) must be less than attn_layer_p")},
+    "time_step_limit": {(HYBRID,): ([1, 0.5], "time_step_limit must be two numbers")},
+    "mamba_n_groups": {(HYBRID,): (3, "mamba_n_heads must be a multiple of mamba_n_groups")},
+    "mla_use_nope": {(KIMI_LINEAR,): (False, "mla_use_nope False is not implemented")},
+    "linear_attn_config": {
+        (KIMI_LINEAR,): (
+            {"kda_layers": [1], "full_attn_layers": [3]},
+            "full_attn_layers and kda_layers must be each of the layers 1 to 27 once",
+        )
+    },
     "score_function": {(BAILING,): ("softmax", "score_function 'softmax' is not implemented")},
     "moe_router_enable_expert_bias": {(BAILING,): (False, "moe_router_enable_expert_bias False")},
     "moe_shared_expert_intermediate_size": {(BAILING,): (64, "moe_shared_expert_inter.* 64 is")},

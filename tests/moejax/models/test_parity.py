@@ -575,7 +575,7 @@ class Run:
     scores: list[np.ndarray]
 
 
-def _run(case: Case, directory) -> Run:
+def _run(case: Case, directory, generated: int = GENERATED) -> Run:
     # Some config classes of transformers write into what they are given.
     model = random_model(case.family, **copy.deepcopy(case.config))
     rng = np.random.default_rng(0)
@@ -599,7 +599,7 @@ def _run(case: Case, directory) -> Run:
         **options | case.engine,
     ) as llm:
         llm.engine.listener = record
-        params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
         outputs = llm.generate(prompts, params)
         sequences = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
         scores = llm.score_batch(sequences)
@@ -661,6 +661,24 @@ def test_agrees_with_transformers(run):
     assert score < TOLERANCE
     for probable, prompt, ids in zip(expected, run.prompts, run.sequences, strict=True):
         _check_greedy(probable[len(prompt) - 1 :], ids[len(prompt) :])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "family", ["GraniteMoeHybrid", "Jamba", "KimiLinear", "Qwen3Next", "Lfm2Moe"]
+)
+def test_long_sequences_with_state(family, tmp_path):
+    """Long prompts together, so that steps divide each of them where the others leave room, and 200
+    generated tokens."""
+    case = CASES[FULL[family]]
+    case = dataclasses.replace(
+        case,
+        config=case.config | {"max_position_embeddings": 8192},
+        engine=case.engine | {"max_model_len": 5376, "max_num_batched_tokens": 192},
+        prompts=(1, 63, 1000, 5000),
+    )
+    run = _run(case, tmp_path, 200)
+    assert max(_errors(run, _expected(run, run.model))) < TOLERANCE
 
 
 def _check_greedy(expected: np.ndarray, tokens: list[int]) -> None:
