@@ -12,6 +12,7 @@ from moejax import LLM, SamplingParams
 from moejax.cache import checked_folder
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
+from moejax.models.config import parse_config
 from moejax.start import build, kernels, whole_step
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
 from moejax.start.kernels import choose_kernels, known_outcomes, start_checks
@@ -20,6 +21,7 @@ from moejax.step.step_parts import StepSpec
 from pallas_kernels import OPS, dispatch, resolve_ops
 from pallas_kernels.triton import interpreted
 from pallas_kernels.verification import NOT_CHECKED, current, run_checks, table
+from tests.moejax.models.families import config_of
 from tests.pallas_kernels.faulty_checks import start_job, step_job
 
 CPU = jax.devices()[0]
@@ -185,10 +187,24 @@ def test_memory_is_left_until_the_whole_step_was_checked(faulty, monkeypatch):
     assert table.left_over(CPU.device_kind, checked_folder()) == 1
 
 
+IN_XLA = resolve_ops("xla", dtype="bfloat16")
+
+
 @pytest.mark.slow
 def test_a_whole_step_is_checked():
     of = steps("demo", 8, linear="xla")
     (check,) = step_checks(of.config, of.dtype, of.ops)
     assert check.config.num_hidden_layers == 2 and check.key.startswith("step 16 experts 128x128")
-    ops = resolve_ops("xla", dtype="bfloat16")
-    assert dataclasses.replace(check, ops=ops).prepare(CPU).error() == 0.0
+    assert dataclasses.replace(check, ops=IN_XLA).prepare(CPU).error() == 0.0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["DeepseekV3", "GptOss", "Qwen3Next"])
+def test_a_whole_step_of_other_families(family):
+    config = parse_config(config_of(f"{family}ForCausalLM"), family)
+    (check,) = step_checks(config, "bfloat16", IN_XLA)
+    kinds = [config.layer_kinds, config.moe_layers]
+    assert [set(of) for of in kinds] == [
+        set(of) for of in (check.config.layer_kinds, check.config.moe_layers)
+    ]
+    assert check.prepare(CPU).error() == 0.0
