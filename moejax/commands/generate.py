@@ -443,11 +443,12 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """Runs the job on Ray's workers. Returns its statistics as text for stderr."""
     from moejax.serve.cluster.fleet import Fleet, format_fleet
 
-    if (weights := work.chosen_before().get("weights")) is not None:
+    before = dict(work.chosen_before())
+    if (weights := before.pop("weights", None)) is not None:
         work.chosen["weights"] = weights
     with (
         connect_cluster(args) as scale,
-        Fleet(args.model, options, scale, work.turns, say, work.chosen) as fleet,
+        Fleet(args.model, {**before, **options}, scale, work.turns, say, work.chosen) as fleet,
     ):
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()

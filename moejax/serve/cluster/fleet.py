@@ -65,8 +65,8 @@ class Fleet:
     - `model`, `options`, `scale`: see worker_options.
     - `turns`: number of coming requests of each session id. One worker runs them together.
     - `warn`: see Workers.
-    - `chosen`: see OpenJob.chosen. If this machine has no checkpoint, the weights of the workers
-      must be those in it, or are put into it.
+    - `chosen`: see OpenJob.chosen. What the workers chose is put into it. If this machine has no
+      checkpoint, the weights of the workers must be those in it, or are put into it.
 
     A request's output has the bits that one LLM with these options gives it, on any worker and for
     any number of workers (contract 1).
@@ -81,9 +81,10 @@ class Fleet:
         warn: Callable[[str], None] = lambda text: None,
         chosen: dict[str, Any] | None = None,
     ):
-        asked, self._chosen = worker_options(Generator, model, options, scale), None
-        if asked.weights is None and chosen is not None:
-            asked, self._chosen = dataclasses.replace(asked, weights=chosen.get("weights")), chosen
+        asked, self._chosen = worker_options(Generator, model, options, scale), chosen
+        self._binds_weights = asked.weights is None and chosen is not None
+        if self._binds_weights:
+            asked = dataclasses.replace(asked, weights=(chosen or {}).get("weights"))
         self._workers = Workers(asked, warn)
         self._turns = dict(turns)
 
@@ -104,6 +105,8 @@ class Fleet:
         """`LLM.generate_each`. A request that ends workers is yielded with a UserError."""
         for item, found in self._workers.run(self._items(requests), _strip_tags):
             if self._chosen is not None:
+                self._chosen |= self._workers.chosen or {}
+            if self._chosen is not None and self._binds_weights:
                 self._chosen["weights"] = self._workers.weights
             yield from zip(item, found if isinstance(found, list) else repeat(found), strict=False)
 

@@ -95,11 +95,13 @@ class Started:
 
     - `room`: pieces of work that it should have at once.
     - `weights`: see weights_of.
+    - `chosen`: see LLM.chosen.
     """
 
     room: int
     seconds: float
     weights: str | None = None
+    chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Worker(abc.ABC):
@@ -114,7 +116,7 @@ class Worker(abc.ABC):
             self._llm = await asyncio.to_thread(load_on_worker, model, options)
             seconds = self._llm.stats()["time"]["total_s"]
             weights = await asyncio.to_thread(weights_of, model, options.get("step"))
-            return Started(self._begin(self._llm), seconds, weights)
+            return Started(self._begin(self._llm), seconds, weights, self._llm.chosen)
         except (UserError, MemoryError, ValueError) as error:
             return str(error) or type(error).__name__
 
@@ -268,6 +270,8 @@ class Workers:
         self._numbers, self._in_a_row = itertools.count(1), 0
         self.weights = asked.weights
         """Those of every worker; None: not known yet."""
+        self.chosen: Mapping[str, Any] | None = None
+        """What every worker chose (LLM.chosen); None: not known yet."""
         self.ended = 0
         """Number of workers that ended too early."""
         # Start one worker a node first, so that others find its compiled steps and shared experts.
@@ -405,6 +409,12 @@ class Workers:
             raise UserError(
                 f"{member.name} has other weights at the model's path than this machine, other "
                 "workers or the results so far; copy the checkpoint there anew"
+            )
+        self.chosen = found.chosen if self.chosen is None else self.chosen
+        if found.chosen != self.chosen:
+            raise UserError(
+                f"{member.name} chose other ops than other workers, by the kernels that were found "
+                "right on its machine; run moejax check-gpu there, or give --ops xla"
             )
         member.starting = None
         member.room, member.start_s = found.room, found.seconds

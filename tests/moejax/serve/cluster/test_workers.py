@@ -128,12 +128,15 @@ def test_a_result_that_arrived_is_not_computed_again(run):
     assert [handle.worker.seen for handle in handles] == [[0, 1, 2], [2]]
 
 
-def test_a_worker_with_other_weights_ends_the_job(run):
+@pytest.mark.parametrize(
+    ("what", "said"), [("weights", "has other weights"), ("chosen", "chose other ops than other")]
+)
+def test_a_worker_with_other_weights_or_ops_ends_the_job(run, what, said):
     class Other(Doubler):
         async def start(self):
-            return Started(4, 0.5, weights=str(id(self)))
+            return Started(4, 0.5, **{what: {"ops": {"linear": str(id(self))}}})
 
-    with pytest.raises(UserError, match=r"worker 2 .*has other weights"):
+    with pytest.raises(UserError, match=rf"worker 2 .*{said}"):
         run(Other, range(3))
 
 
@@ -143,7 +146,7 @@ def test_workers_alone_have_the_checkpoint(before, monkeypatch):
 
     class There(Doubler):
         async def start(self, model, options):
-            return Started(4, 0.5, weights="theirs")
+            return Started(4, 0.5, weights="theirs", chosen={"ops": {"linear": "xla"}})
 
         async def _work(self, piece):
             return UserError("no")
@@ -159,7 +162,7 @@ def test_workers_alone_have_the_checkpoint(before, monkeypatch):
                 next(results)
         else:
             next(results)
-            assert chosen == {"weights": "theirs"}
+            assert chosen == {"weights": "theirs", "ops": {"linear": "xla"}}
 
 
 def test_a_worker_that_cannot_start_ends_the_job(run):
