@@ -280,6 +280,16 @@ def test_a_slot_that_is_given_away_too_early_is_found():
         settle(host, where.least_slots(), order)
 
 
+def test_a_version_never_has_more_cells_than_its_capacity_and_spares():
+    """Though the slots have room for nine, and a policy wants all."""
+    host = Host(resident(start=[[1] * 6], slots=9, capacity=(1, 6)))
+    for _ in range(8):
+        host.wanted.reshape(-1)[:] = 0
+        host.want()
+        host.run(1)
+        assert host.transitions.pools.count_taken(0) == 1 + 1
+
+
 # ---- in a controller
 
 
