@@ -181,3 +181,9 @@ def test_a_planner_with_a_mistake_is_found(monkeypatch):
     assert not wrong_with(MODEL, plant(MODEL, start, lambda _: 0.03, room), 0.03, room)
     monkeypatch.setattr(tiers, "plan_residency", no_hard_constraint)
     assert wrong_with(MODEL, plant(MODEL, start, lambda _: 0.03, room), 0.03, room)
+
+
+def test_the_arm_without_balance_takes_the_layer_that_has_most():
+    placement = np.array([[3, 0, 5], [6, 0, 2], [6, 2, 0]])
+    assert move_in_one_layer(placement, 0, 2).tolist() == [[3, 0, 5], [3, 0, 5], [6, 2, 0]]
+    assert move_in_one_layer(placement, 1, 2) is None  # no layer has three
