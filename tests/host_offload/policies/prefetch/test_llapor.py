@@ -329,3 +329,25 @@ def test_what_cannot_be_is_refused(trace, begun, tmp_path):
             dataclasses.replace(begun, **wrong).init(spec_of(trace.header))
     with pytest.raises(ValueError, match="networks that do not change"):
         with_placement("prescope", [policy])
+
+
+def test_each_group_learns_by_its_own_rule():
+    """Section 4.2.2: 512 components and one rate in the middle, 256 and a warm-up of five epochs
+    with a cosine at both ends. Without gradients AdamW only decays the weights, by rate · decay."""
+    middle, edge = llapor.LayerTask(True), llapor.LayerTask(False)
+    assert (middle.components, edge.components) == (512, 256)
+
+    def shrinks(task, batches=2):
+        optimizer, weights = task.optimizer(batches), {"a": jnp.ones(1)}
+        state, found = optimizer.init(weights), []
+        for _ in range(task.epochs * batches):
+            update, state = optimizer.update({"a": jnp.zeros(1)}, state, weights)
+            found.append(-float(update["a"][0]))
+        return np.array(found)
+
+    np.testing.assert_allclose(shrinks(middle), 2e-3 * 1e-2, rtol=1e-5)
+    found = shrinks(edge)
+    np.testing.assert_allclose(found[:11], np.linspace(0, 1e-3 * 1e-4, 11), rtol=1e-5, atol=1e-12)
+    assert (np.diff(found[10:]) < 0).all() and found[-1] < 0.01 * found[10]
+    kept = dataclasses.replace(edge, fixed_rate=3e-4)
+    np.testing.assert_allclose(shrinks(kept), 3e-4 * 1e-4, rtol=1e-5)
