@@ -13,13 +13,14 @@ import pytest
 
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.placement.placement_names import with_placement
-from host_offload.policies.prefetch import llapor, llapor_online
+from host_offload.policies.prefetch import llapor, llapor_online, training
 from host_offload.policies.prefetch.llapor import (
     LayerTask,
     Learned,
     fit,
     fit_layer,
     scores,
+    tune_layer,
 )
 from host_offload.policies.prefetch.llapor_online import LearnedOnline
 from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
@@ -351,3 +352,42 @@ def test_each_group_learns_by_its_own_rule():
     assert (np.diff(found[10:]) < 0).all() and found[-1] < 0.01 * found[10]
     kept = dataclasses.replace(edge, fixed_rate=3e-4)
     np.testing.assert_allclose(shrinks(kept), 3e-4 * 1e-4, rtol=1e-5)
+
+
+def test_samples_are_of_the_stride_and_what_is_left_out_comes_last(trace):
+    steps = np.concatenate([step.ids for step in trace.step_traces()])
+    np.testing.assert_array_equal(layer_samples(trace, 1, 2).later, steps[:, 3])
+    np.testing.assert_array_equal(layer_samples(trace, 1, 2).ids, steps[:, 1])
+    request = trace.array("token.request")
+    np.testing.assert_array_equal(leave_out(trace, 0.2), request > request.max() - 3)
+
+
+def test_training_disturbs_principal_components_and_nothing_else(trace):
+    """By noise and by masks, drawn anew in each step, beside dropout."""
+    some = layer_samples(trace, 0, 1)
+    task = LayerTask(False, width=8, noise=0.0, masked=0.0, dropout=0.0)
+    mean, basis = training.principal(some.gate_input, task.components)
+    around = {"mean": mean, "basis": basis, "balance": np.ones(EXPERTS, np.float32)}
+    weights = task.draw_weights(basis.shape[1], EXPERTS, np.random.default_rng(0))
+    rows = task.rows_of(some, around)
+
+    def loss(key: int, rows=rows, **change: float) -> float:
+        changed = dataclasses.replace(task, **change)
+        return float(changed.loss(weights, tuple(map(jnp.asarray, rows)), jax.random.key(key)))
+
+    assert loss(0) == loss(1)
+    for change in ({"noise": 0.5}, {"masked": 0.5}, {"dropout": 0.5}):
+        assert loss(0, **change) != loss(1, **change)
+    none = (np.zeros_like(rows[0]), *rows[1:])
+    assert loss(0, masked=1.0) == pytest.approx(loss(0, none))
+
+
+def test_tuning_keeps_the_loss_of_the_layers_group(learned, trace):
+    """1/f weighs the loss of both ends, and not that of the middle."""
+    some = layer_samples(trace, 0, 1)
+    for layer in range(LAYERS - 1):
+        own = of_layer(learned.fitted.arrays, layer)
+        other = {**own, "balance": own["balance"] * 50}
+        tuned, changed = (tune_layer(arrays, some, 1e-3, 2, 0) for arrays in (own, other))
+        equal = np.array_equal(tuned["output"], changed["output"])
+        assert equal == ("gate" in own)
