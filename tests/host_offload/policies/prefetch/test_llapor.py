@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from host_offload.control.interface import Moment, Observation
@@ -391,3 +392,32 @@ def test_tuning_keeps_the_loss_of_the_layers_group(learned, trace):
         tuned, changed = (tune_layer(arrays, some, 1e-3, 2, 0) for arrays in (own, other))
         equal = np.array_equal(tuned["output"], changed["output"])
         assert equal == ("gate" in own)
+
+
+@dataclasses.dataclass(frozen=True)
+class Falling:
+    """A task whose one weight falls by one in each step."""
+
+    batch: int = 4
+    epochs: int = 9
+    patience: int = 3
+
+    def optimizer(self, batches: int):
+        return optax.sgd(1.0)
+
+    def loss(self, weights, batch, key):
+        return weights["a"].sum()
+
+
+@pytest.mark.parametrize(
+    ("scored", "epochs", "kept"), [([1, 9, 2, 8, 3], 5, 2), ([1, 1, 1, 1], 4, 1)]
+)
+def test_the_weights_of_the_best_epoch_are_kept(scored, epochs, kept):
+    """Two batches an epoch; it ends after three epochs that are no better, and of equal ones the
+    first counts."""
+    left, said = iter(scored), []
+    rows = (np.zeros((8, 1), np.float32),)
+    begun = {"a": np.zeros(1, np.float32)}
+    rng = np.random.default_rng(0)
+    found = training.train(Falling(), begun, rows, lambda _: next(left), rng, said.append)
+    assert len(said) == epochs and found["a"].tolist() == [-2.0 * kept]
