@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer, is_number
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import LARGEST, Rope, parse_rope, rotary_part
+
+_T = TypeVar("_T")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -202,22 +204,32 @@ class Fields:
             routed_scaling_factor=self.number("routed_scaling_factor", scale),
         )
 
+    def of_layers(self, key: str, layers: int, known: Mapping[Any, _T]) -> tuple[_T, ...] | None:
+        """What the field's value for each layer means; None if the field is null or absent.
+
+        - `known`: value → its meaning.
+        """
+        values = self.raw.get(key)
+        if values is None:
+            return None
+        if (
+            not isinstance(values, list)
+            or len(values) != layers
+            or not all(isinstance(value, (str, int)) and value in known for value in values)
+        ):
+            raise self.refuse(
+                f"{key} must be {' or '.join(map(repr, known))} for each of {layers} layers, not "
+                f"{shown(values)}"
+            )
+        return tuple(known[value] for value in values)
+
     def sparse_layers(self, layers: int, dense: int) -> tuple[bool, ...]:
         """For each layer, whether it has experts: mlp_layer_types, else all but the first
         `dense`."""
-        types = self.raw.get("mlp_layer_types")
-        if types is None:
+        moe = self.of_layers("mlp_layer_types", layers, {"dense": False, "sparse": True})
+        if moe is None:
             return self.dense_first(layers, dense)
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or any(t not in ("dense", "sparse") for t in types)
-        ):
-            raise self.refuse(
-                f"mlp_layer_types must be 'dense' or 'sparse' for each of {layers} layers, not "
-                f"{shown(types)}"
-            )
-        return self.some_experts(tuple(t == "sparse" for t in types), f"mlp_layer_types {types}")
+        return self.some_experts(moe, f"mlp_layer_types {self.raw['mlp_layer_types']}")
 
     def shared_width(self, width: int, default: int | None = 1) -> int:
         """How wide n_shared_experts of this width are as one. default: the family's number."""
@@ -248,22 +260,13 @@ class Fields:
             raise self.refuse(f"{key} must be a list of integers, not {value!r}")
         return frozenset(value)
 
-    def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
-        """For each layer, whether it has the sliding window: layer_types, or the default."""
-        types = self.raw.get("layer_types")
-        if types is None:
-            return tuple(default)
-        known = {"full_attention": False, "sliding_attention": True}
-        if (
-            not isinstance(types, list)
-            or len(types) != len(default)
-            or not all(isinstance(t, str) and t in known for t in types)
-        ):
-            raise self.refuse(
-                f"layer_types must be {' or '.join(map(repr, known))} for each of {len(default)} "
-                f"layers, not {types!r}"
-            )
-        return tuple(known[t] for t in types)
+    def layer_types(
+        self, default: Sequence[bool], kind: str = "sliding_attention"
+    ) -> tuple[bool, ...]:
+        """For each layer, whether it has the window, by layer_types' name of it, or the default."""
+        known = {"full_attention": False, kind: True}
+        found = self.of_layers("layer_types", len(default), known)
+        return tuple(default) if found is None else found
 
     def state_layers(self, layers: int, kind: str, interval: int) -> tuple[bool, ...]:
         """For each layer, whether it keeps a state: layer_types, or all but each
@@ -334,15 +337,18 @@ class Fields:
         mscales: bool = False,
         partial: bool = False,
         tied: bool = False,
+        rope: Rope | None = None,
     ) -> dict[str, Any]:
         """Fields of ModelConfig that every decoder has. Arguments are the family's defaults.
 
         - `mscales`: its longrope has short_mscale and long_mscale.
         - `partial`: rotary_width reads its partial_rotary_factor.
         - `tied`: the head is the embedding.
+        - `rope`: of a model whose layers have several, by rope_of_type; None: the config's one.
         """
         longest = self.integer("max_position_embeddings", max_positions)
-        rope = parse_rope(self.raw, longest, self.source, theta=theta, partial=partial)
+        if rope is None:
+            rope = parse_rope(self.raw, longest, self.source, theta=theta, partial=partial)
         if not mscales and (rope.short_mscale, rope.long_mscale) != (None, None):
             raise self.refuse(
                 "rope_parameters.short_mscale and long_mscale are not implemented for this model"

@@ -23,6 +23,7 @@ from moejax.models.family import (
 from moejax.models.model_config import LayerKind, ModelConfig
 from pallas_kernels.rms_norm import rms_norm
 
+_LONGEST = "max_position_embeddings", 131_072
 _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -63,23 +64,25 @@ def parse(fields: Fields) -> ModelConfig:
     if not fields.flag("enable_moe_block", False):
         raise fields.refuse("no layer has experts (enable_moe_block is false)")
     for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        if fields.integer(name, default, least=0):
+        if fields.raw.get(name, default) is not None and fields.integer(name, default, least=0):
             raise fields.refuse(f"{name} {fields.raw.get(name, default)} is not implemented")
     fields.only("use_bidirectional_attention", "vision")
     heads = fields.heads(8, 4, hidden=2304, head_dim=256)
     own = {key: value for key, value in heads.items() if key != "hidden_size"}
     whole = _of_whole_layers(fields, heads["hidden_size"], own, sliding)
     hidden = heads["hidden_size"]
-    given = fields.raw.get("hidden_activation", "gelu_pytorch_tanh")
-    plain = {"hidden_act": given, "rope_parameters": None, "rope_scaling": None}
-    decoder = Fields({**fields.raw, **plain}, fields.source).decoder(
-        eps=1e-6, max_positions=131_072, vocabulary=262_144, eos=1, tied=True
-    )
     ropes = {
-        kind: fields.rope_of_type(kind, _ROPES[kind], decoder["max_position_embeddings"])
-        for kind in _ROPES
+        kind: fields.rope_of_type(kind, _ROPES[kind], fields.integer(*_LONGEST)) for kind in _ROPES
     }
-    decoder["rope"] = ropes["sliding_attention"]
+    act = {"hidden_act": fields.raw.get("hidden_activation", "gelu_pytorch_tanh")}
+    decoder = Fields(fields.raw | act, fields.source).decoder(
+        eps=1e-6,
+        max_positions=_LONGEST[1],
+        vocabulary=262_144,
+        eos=1,
+        tied=True,
+        rope=ropes["sliding_attention"],
+    )
     shared = fields.flag("attention_k_eq_v", False)
     kinds = {
         True: LayerKind(attention=NormedValues(), rope=ropes["sliding_attention"], **own),

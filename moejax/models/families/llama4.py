@@ -66,7 +66,7 @@ def parse(fields: Fields) -> ModelConfig:
         raise fields.refuse(
             f"attention_chunk_size must be a multiple of {PREFILL_STEP}, not {chunk}"
         )
-    inside = _chunked(fields, rotated if chunk else (False,) * layers)
+    inside = fields.layer_types(rotated if chunk else (False,) * layers, "chunked_attention")
     heads = fields.heads(40, 8, hidden=5120, head_dim=128)
     decoder = fields.decoder(
         eps=1e-5, max_positions=131_072, vocabulary=202_048, theta=500_000.0, eos=2
@@ -114,35 +114,15 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """For each layer, whether positions rotate q and k: no_rope_layers has 1 for those."""
-    given = fields.raw.get("no_rope_layers")
-    if given:
-        if (
-            not isinstance(given, list)
-            or len(given) < layers
-            or any(n not in (0, 1) for n in given)
-        ):
-            raise fields.refuse(f"no_rope_layers must be 0 or 1 for each of {layers} layers")
-        return tuple(bool(n) for n in given[:layers])
+    """For each layer, whether positions rotate q and k: no_rope_layers has 1 for those. It may be
+    empty, and go on after the last layer."""
+    given = fields.raw.get("no_rope_layers") or None
+    first = given[:layers] if isinstance(given, list) else given
+    of_layers = Fields({"no_rope_layers": first}, fields.source).of_layers
+    if (found := of_layers("no_rope_layers", layers, {0: False, 1: True})) is not None:
+        return found
     interval = fields.integer("no_rope_layer_interval", 4)
     return tuple((i + 1) % interval != 0 for i in range(layers))
-
-
-def _chunked(fields: Fields, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """For each layer, whether queries see their chunk alone."""
-    types = fields.raw.get("layer_types")
-    if types is None:
-        return default
-    known = {"full_attention": False, "chunked_attention": True}
-    if (
-        not isinstance(types, list)
-        or len(types) != len(default)
-        or not all(isinstance(t, str) and t in known for t in types)
-    ):
-        raise fields.refuse(
-            f"layer_types must be {' or '.join(map(repr, known))} for each of {len(default)} layers"
-        )
-    return tuple(known[t] for t in types)
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
