@@ -169,6 +169,22 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "eos_token_id": 0,
     },
+    "Mellum": {
+        **_NARROW,
+        "head_dim": 16,
+        "num_experts": 6,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "GraniteMoeSWA": {
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.25,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+    },
     "FlexOlmo": {"intermediate_size": 32, "num_experts": 6, "pad_token_id": None},
     "AXK1": {**_LATENT, "n_group": 4, "topk_group": 2},
     "Flint": {
@@ -231,6 +247,11 @@ _VISION: dict[str, dict[str, Any]] = {
 """Wrapper → its vision_config."""
 
 
+def architecture_of(family: str) -> str:
+    """architectures' entry in config.json."""
+    return f"{family}For{'ConditionalGeneration' if family in _VISION else 'CausalLM'}"
+
+
 def _classes(family: str) -> tuple[Any, Any]:
     """transformers' classes of config and model."""
     import transformers
@@ -242,8 +263,7 @@ def _classes(family: str) -> tuple[Any, Any]:
     if family in ("Gemma4", "Llama4"):  # their Config is that of images and text
         text = getattr(transformers, f"{family}TextConfig")
         return text, getattr(transformers, f"{family}ForCausalLM")
-    kind = "ForConditionalGeneration" if family in _VISION else "ForCausalLM"
-    return getattr(transformers, f"{family}Config"), getattr(transformers, family + kind)
+    return getattr(transformers, f"{family}Config"), getattr(transformers, architecture_of(family))
 
 
 def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):

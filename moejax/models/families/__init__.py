@@ -52,6 +52,8 @@ _PLACES = (
     "deepseek:SARVAM_MLA",
     "mistral4:FAMILY",
     "mistral4:MISTRAL3",
+    "mellum:FAMILY",
+    "granitemoe:WINDOWS",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]

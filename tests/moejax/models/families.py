@@ -195,6 +195,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": LLAMA4,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4,
+    "MellumForCausalLM": dict(
+        num_experts=8,
+        head_dim=16,
+        sliding_window=70,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "GraniteMoeSWAForCausalLM": dict(
+        num_local_experts=8,
+        shared_intermediate_size=32,
+        sliding_window=70,
+        layer_rope_theta=[0, 1e4, 2e4],
+    ),
     "AXK1ForCausalLM": dict(LATENT, q_lora_rank=24),
     "FlintForCausalLM": dict(
         num_experts=8,

@@ -31,6 +31,7 @@ GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
 COHERE = "cohere2_moe"
+MELLUM, WINDOWS = "mellum", "granitemoe_swa"
 HYBRID, JAMBA, KIMI_LINEAR = "granitemoehybrid", "jamba", "kimi_linear"
 NO_ROPE = JAMBA, KIMI_LINEAR
 INDEXED = "deepseek_v32", "glm_moe_dsa"
@@ -57,10 +58,11 @@ GQA = (
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
     *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE, HYBRID, JAMBA),
+    *(MELLUM, WINDOWS),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (KIMI_LINEAR, *DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
-GRANITES = GRANITE, SHARED, HYBRID
+GRANITES = GRANITE, SHARED, HYBRID, WINDOWS
 
 BASE: dict[str, dict[str, Any]] = {
     HYBRID: {
@@ -103,6 +105,7 @@ BASE: dict[str, dict[str, Any]] = {
     KIMI_LINEAR: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
     AXK1: {"norm_topk_prob": False},
     FLINT: {"norm_topk_prob": False},
+    MELLUM: {"layer_types": ["full_attention", "sliding_attention"] * 14, "norm_topk_prob": False},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
     GPT: {"num_hidden_layers": 24},
     COHERE: {
@@ -142,6 +145,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     **dict.fromkeys((QWEN35, QWEN35_V), 40),
     DOTS: 24,
     FLINT: 49,
+    MELLUM: 28,
     AXK1: 61,
     "deepseek_v32": 61,
     "glm_moe_dsa": 78,
@@ -168,7 +172,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "vocab_size": (KINDS, 77),
     "hidden_size": (KINDS, 1280),
     "intermediate_size": (tuple(kind for kind in KINDS if kind != SOLAR), 96),
-    "num_hidden_layers": (tuple(kind for kind in KINDS if kind not in (LFM, HYBRID)), 30),
+    "num_hidden_layers": (tuple(kind for kind in KINDS if kind not in (LFM, HYBRID, MELLUM)), 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 1),
     "head_dim": (
@@ -183,7 +187,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (
-        tuple(kind for kind in KINDS if kind not in (*GEMMAS, *NO_ROPE)),
+        tuple(kind for kind in KINDS if kind not in (*GEMMAS, *NO_ROPE, MELLUM)),
         {"rope_type": "default", "rope_theta": 123.0},
     ),
     "tie_word_embeddings": (tuple(kind for kind in KINDS if kind != KIMI_LINEAR), True),
@@ -196,7 +200,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
-            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE, *NO_ROPE),
+            *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE, *NO_ROPE, MELLUM),
         ),
         32,
     ),
@@ -208,7 +212,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
             *(SARVAM_MLA, GLM_V, *MISTRALS),
-            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS, *NO_ROPE),
+            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS, *NO_ROPE, MELLUM),
         ),
         32,
     ),
@@ -225,6 +229,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             QWEN_VL,
             AFMOE,
             FLINT,
+            MELLUM,
             *GEMMAS,
             *CORRECTED,
             *MISTRALS,
@@ -243,6 +248,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             BAILING,
             FLEX,
             FLINT,
+            MELLUM,
             COHERE,
             *CORRECTED,
             *MISTRALS,
@@ -255,6 +261,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
             *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
             COHERE,
+            MELLUM,
         ),
         "other",
     ),
@@ -271,6 +278,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             GPT,
             AFMOE,
             FLINT,
+            *(MELLUM, WINDOWS),
             *GEMMAS,
             COHERE,
         ),
@@ -281,7 +289,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "swiglu_alpha": ((GPT,), 1.5),
     "swiglu_limit": ((GPT,), 5.0),
     "layer_types": (
-        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE),
+        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, MELLUM, WINDOWS),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "full_attention_interval": (DELTAS, 2),
@@ -324,7 +332,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE, COHERE, KIMI_LINEAR),
         3,
     ),
-    "shared_intermediate_size": ((SHARED, HYBRID), 48),
+    "shared_intermediate_size": ((SHARED, HYBRID, WINDOWS), 48),
     "top_k_experts": (GEMMAS, 3),
     "final_logit_softcapping": (GEMMAS, 20.0),
     "attention_k_eq_v": (GEMMAS, True),
@@ -355,7 +363,8 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         ),
         2,
     ),
-    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR), "sparse"),
+    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR, MELLUM), "sparse"),
+    "layer_rope_theta": ((WINDOWS,), [0] + [1e4] * 31),
     "moe_layer_freq": ((AXK1,), 2),
     "index_topk": (INDEXED, 99),
     "index_head_dim": (INDEXED, 64),
@@ -414,7 +423,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "hidden_size_per_layer_input": {GEMMAS: (256, "hidden_size_per_layer_input 256 is not")},
     "use_double_wide_mlp": {GEMMAS: (True, "use_double_wide_mlp True is not implemented")},
     "use_bidirectional_attention": {GEMMAS: ("all", "use_bidirectional_attention 'all' is not")},
-    "rope_parameters": {GEMMAS: ({"rope_type": "default"}, "rope_parameters must have an object")},
+    "rope_parameters": {
+        (*GEMMAS, MELLUM): ({"rope_type": "default"}, "rope_parameters must have an object")
+    },
     "norm_topk_prob": {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
         (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
@@ -424,7 +435,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     },
     "sliding_window": {
         (
-            *("olmoe", GLM, ERNIE, *GRANITES, SOLAR, MINIMAX, *MLA),
+            *("olmoe", GLM, ERNIE, GRANITE, SHARED, HYBRID, SOLAR, MINIMAX, *MLA),
             *(HY3, HUNYUAN, SARVAM, BAILING, GLM_V, FLEX),
         ): (
             64,
@@ -435,7 +446,20 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         tuple(
             k
             for k in KINDS
-            if k not in ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, JAMBA)
+            if k
+            not in (
+                "qwen2_moe",
+                DOTS,
+                EXAONE,
+                GPT,
+                AFMOE,
+                FLINT,
+                *GEMMAS,
+                COHERE,
+                MELLUM,
+                WINDOWS,
+                JAMBA,
+            )
         ): (
             SLIDING,
             "layer_types must be",
@@ -455,7 +479,10 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
             kind
             for kind in KINDS
             if kind
-            not in (GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS, *NO_ROPE)
+            not in (
+                *(GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS, *NO_ROPE),
+                MELLUM,
+            )
         ): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
@@ -499,7 +526,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
     "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
-    "num_hidden_layers": {(LFM, HYBRID): (30, "layer_types must be")},
+    "num_hidden_layers": {(LFM, HYBRID, MELLUM): (30, "layer_types must be")},
     "tie_word_embeddings": {(KIMI_LINEAR,): (True, "tie_word_embeddings True is not impl")},
     "moe_renormalize": {(KIMI_LINEAR,): (True, "moe_renormalize .* contradicts norm_topk_prob")},
     "num_expert_group": {(KIMI_LINEAR,): (4, "num_expert_group .* contradicts n_group")},
@@ -549,8 +576,10 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "use_mambapy": True,
     "use_associative_scan": False,
     "return_dict": False,
-    "num_mtp_layers": 2,  # layers that transformers leaves out
+    "num_mtp_layers": 1,  # layers that transformers leaves out
     "num_nextn_predict_layers": 2,
+    "mtp_layer_types": ["full_attention"],
+    "mtp_mlp_layer_types": ["dense"],
     "_attn_implementation": "eager",  # where and how transformers computes
     "_experts_implementation": "eager",
     "chunk_size_feed_forward": 4,
@@ -671,7 +700,9 @@ def test_honoured_field_changes_the_computation(kind, field):
         ),
     }
     value = others.get((kind, field), HONOURED[field][1])
-    if field == "mlp_layer_types":
+    if field == "mlp_layer_types" and kind == MELLUM:
+        value = ["dense"] + ["sparse"] * 27
+    elif field == "mlp_layer_types":
         value = ["sparse"] * LAYERS.get(kind, 32)
     if field == "layer_types":
         value = ["full_attention"] * (LAYERS.get(kind, 32) - 24) + value

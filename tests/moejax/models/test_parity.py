@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams
-from tests.moejax.transformers_models import logprobs, random_model, save
+from moejax.models.families import FAMILIES
+from tests.moejax.transformers_models import architecture_of, logprobs, random_model, save
 
 pytestmark = pytest.mark.torch
 TOLERANCE = 1e-4
@@ -552,9 +553,41 @@ CASES = {
         {"expert_budget": "0%"},
         family="Gemma4",
     ),
+    "Mellum 2: yarn in the layers that see all, a dense layer, biases": Case(
+        {
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+        {"expert_budget": "50%"},
+        family="Mellum",
+    ),
+    "Granite with windows: sinks, a theta for each layer and none, biases": Case(
+        {"attention_bias": True, "layer_rope_theta": [0, 1e4, 2e4], "residual_multiplier": 0.5},
+        {"expert_budget": "0%"},
+        family="GraniteMoeSWA",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
+
+OTHERS = {
+    "BailingMoeV2ForCausalLM": "it is not in transformers; SarvamMoE has its layers",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM under other names: test_wrappers.py",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM under other names: test_wrappers.py",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration has its layers",
+}
+"""Families without a case of their own, and why."""
+
+
+def test_every_family_has_a_case():
+    covered = {architecture_of(case.family) for case in CASES.values()}
+    assert OTHERS.keys() == FAMILIES.keys() - covered
+    assert WRONG.keys() == {case.family for case in CASES.values()}
+
 
 FULL: dict[str, str] = {}
 """Per family the case whose run is compared with deliberately wrong models: its first."""
@@ -772,6 +805,11 @@ WRONG = {
     "Lfm2Moe": _other("model.layers.1.feed_forward.gate.routed_scaling_factor", lambda s: 1.1 * s),
     "Qwen3_5Moe": _text_pair_at_rest,
     "Flint": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
+    "Cohere2Moe": _one_pair_at_rest,
+    "Llama4": _other("config.floor_scale", lambda scale: 2 * scale),
+    "Gemma4": _other("config.final_logit_softcapping", lambda cap: 0.9 * cap),
+    "Mellum": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
+    "GraniteMoeSWA": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
 
