@@ -170,10 +170,10 @@ def _scaling(table: dict[str, Any], kind: str, source: str) -> dict[str, Any]:
         for name in numbers:
             if name not in found:
                 raise lacks(name)
-    if kind == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
+    if kind == "llama3" and found["high_freq_factor"] < found["low_freq_factor"]:
         raise UserError(
             f"{source}: rope_parameters.high_freq_factor ({found['high_freq_factor']:g}) must be "
-            f"greater than low_freq_factor ({found['low_freq_factor']:g})"
+            f"at least low_freq_factor ({found['low_freq_factor']:g})"
         )
     if kind == "yarn":
         if "factor" not in table:
@@ -255,10 +255,11 @@ def _longrope_attention_factor(rope: Rope) -> float:
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """Divides the frequencies of long waves by the factor, keeps short ones, and blends between."""
+    """Divides the frequencies of long waves by the factor, keeps short ones, and blends between
+    them, unless both factors are the same (Llama 4 Scout)."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_max_position_embeddings * plain / np.float32(2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0).astype(np.float32)
+    smooth = np.clip((turns - low) / max(high - low, 1e-12), 0.0, 1.0).astype(np.float32)
     return (1 - smooth) * plain / np.float32(rope.factor) + smooth * plain
 
 

@@ -17,6 +17,14 @@ TABLES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
     },
+    "llama3, nothing between (Llama 4 Scout)": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
     "llama3, length from the config": {
         "rope_type": "llama3",
         "rope_theta": 5e5,
@@ -212,8 +220,8 @@ def scaled(**table):
         ),
         (scaled(rope_type="llama3", factor=2.0, low_freq_factor=1.0), "needs .*high_freq_factor"),
         (
-            scaled(rope_type="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=4.0),
-            "high_freq_factor .*greater than low_freq_factor",
+            scaled(rope_type="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=3.0),
+            "high_freq_factor .*at least low_freq_factor",
         ),
         (scaled(type="linear", rope_type="yarn", factor=2.0), "contradicting type 'linear'"),
         (
