@@ -19,25 +19,17 @@ from moejax.checkpoints.shards import TensorReader
 from moejax.checkpoints.tensor_checkpoint import TensorCheckpoint
 from moejax.checkpoints.tensors import ExpertPlace, layer_params, model_params
 from moejax.errors import UserError
-from moejax.models.attention.grouped_query import GatedAttention, GroupedQueryAttention
-from moejax.models.attention.latent import LatentAttention
-from moejax.models.families.hunyuan_v1_moe import LateNormAttention
-from moejax.models.families.mistral4 import GrowingAttention
+from moejax.evaluate.verification import attention
+from moejax.evaluate.verification.attention import Layer
 from moejax.models.model_config import ModelConfig
-from moejax.models.rope import inverse_frequencies
 
-KNOWN = frozenset(
-    (
-        *("input_norm", "post_norm", "qkv", "o", "q_norm", "k_norm", "late_q_norm", "late_k_norm"),
-        *("q", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "router", "correction"),
-        *("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", "sinks"),
-        *("attention_out_norm", "mlp_out_norm", "attention_gate"),
-    )
-)
-"""Parameters of a layer that are computed here, with their biases."""
-
-KINDS = GroupedQueryAttention, GatedAttention, LateNormAttention, LatentAttention, GrowingAttention
-"""Kinds of attention that are computed here."""
+KNOWN = attention.PARAMETERS | {
+    *("input_norm", "post_norm", "router", "correction", "gate_up", "down"),
+    *("shared_gate_up", "shared_down", "shared_gate", "attention_out_norm", "mlp_out_norm"),
+    *("router_norm", "shared_norm", "shared_out_norm", "experts_out_norm"),
+    *("expert_scale", "layer_scale"),
+}
+"""Parameters of a layer that are computed with here, and their biases."""
 
 HAIR = 2.0**-9
 """How much of its router's values (the root of their mean square) a token may be short of a choice
@@ -46,7 +38,6 @@ that the engine made: the engine gives out the router's input as float16, which 
 HEAD_ROWS = 8192
 """Rows of the output head that are in memory at once."""
 
-LATENT_EPS = 1e-6
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
@@ -59,10 +50,11 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Followed(NamedTuple):
     """What an engine's routers saw and chose, of all MoE layers."""
 
-    inputs: np.ndarray
-    """float32[L, T, D]."""
+    inputs: np.ndarray | None
+    """float32[L, T, D]; None: the engine did not say."""
     ids: np.ndarray
     """int32[L, T, K]."""
+    hair: float = HAIR
 
 
 class Tensors:
@@ -128,20 +120,9 @@ class Reference:
             raise UserError(
                 f"verify has no reference for {min(unknown)}, a parameter of {config.architecture}"
             )
-        if config.layer_kinds is not None or type(config.attention) not in KINDS:
-            raise UserError(
-                f"verify has no reference for the attention of {config.architecture} (sequences of "
-                f"up to {config.max_position_embeddings} tokens)"
-            )
-        several = config.layer_kinds is not None or config.parallel
-        if config.routes_apart or several:
-            raise UserError(
-                "verify has no reference for layers of several kinds, or experts that read other "
-                f"values than the router ({config.architecture})"
-            )
+        if {type(kind) for kind in config.attention_kinds} - attention.KINDS.keys():
+            raise UserError(f"verify has no reference for the attention of {config.architecture}")
         self.config, self._tensors = config, tensors
-        frequencies, self._factor = inverse_frequencies(config.rope, config.rotary_dim)
-        self._frequencies = jnp.asarray(frequencies)
         self._moe = np.cumsum(config.moe_layers) - 1
 
     def embed(self, ids: Sequence[int]) -> jax.Array:
@@ -160,29 +141,37 @@ class Reference:
         - `followed`: the engine's routing, which is taken here too. Of two experts that are alike
           to a token, either may come first, and a state is compared with one of the same experts.
         """
-        config = self.config
-        for layer in range(config.num_hidden_layers if count is None else count):
-            moe, prefix = config.moe_layers[layer], f"model.layers.{layer}."
+        for number in range(self.config.num_hidden_layers if count is None else count):
+            prefix = f"model.layers.{number}."
             params = {
                 key: jnp.asarray(self._tensors.parts(prefix, parts))
-                for key, parts in layer_params(config, layer).items()
+                for key, parts in layer_params(self.config, number).items()
             }
-            normed = self._norm(x, params, "input_norm")
-            attend = (
-                self._latent if isinstance(config.attention, LatentAttention) else self._grouped
-            )
-            heads = attend(normed, params, layer)
-            if "attention_gate" in params:
-                heads = heads * jax.nn.sigmoid(_linear(normed, params, "attention_gate"))
-            out = self._norm(_linear(heads, params, "o"), params, "attention_out_norm")
-            x, wrong = x + config.residual_multiplier * out, 0
-            normed = self._norm(x, params, "post_norm")
-            if moe:
-                out, wrong = self._experts(normed, params, layer, followed)
-            else:
-                out = self._gated(normed, params, "")
-            x = x + config.residual_multiplier * self._norm(out, params, "mlp_out_norm")
+            layer = Layer(self.config.of_layer(number), params, number)
+            x, normed, wrong = self._layer(layer, x, followed)
             yield x, normed, wrong
+
+    def _layer(self, layer: Layer, x, followed):
+        config, before = layer.config, x
+        normed, wrong, factor = layer.norm(x, "input_norm"), 0, config.residual_multiplier
+        of_experts = 1.0
+        heads = layer.linear(attention.attend(layer, normed), "o")
+        x = x + factor * layer.norm(heads, "attention_out_norm")
+        if not config.parallel:
+            before, normed = x, layer.norm(x, "post_norm")
+        if not config.moe_layers[layer.number]:
+            out = self._gated(layer, normed, "")
+        else:
+            routed = normed
+            if "router_norm" in layer.params:
+                routed = layer.norm(before, "router_norm") * config.hidden_size**-0.5
+            out, wrong = self._experts(layer, normed, routed, followed)
+            out = layer.norm(out, "experts_out_norm")
+            if "shared_down" in layer.params:
+                out = out + self._shared(layer, before, normed)
+            of_experts = config.mlp_multiplier
+        x = x + factor * of_experts * layer.norm(out, "mlp_out_norm")
+        return x * layer.params.get("layer_scale", 1.0), normed, wrong
 
     def logits(self, x: jax.Array) -> np.ndarray:
         """float32[T, V] of x after the last layer."""
@@ -192,7 +181,7 @@ class Reference:
             for key, parts in names.items()
             if key.startswith("final_norm")
         }
-        x = self._norm(x, params, "final_norm")
+        x = Layer(config, params, config.num_hidden_layers).norm(x, "final_norm")
         head = names.get("lm_head", names["embed"])[0][0]
         pieces = []
         for first in range(0, config.vocab_size, HEAD_ROWS):
@@ -201,7 +190,8 @@ class Reference:
         logits = np.concatenate([np.asarray(piece) for piece in pieces], axis=1)
         if "lm_head_bias" in names:
             logits = logits + self._tensors.parts("", names["lm_head_bias"])
-        return logits / config.logits_scaling
+        logits, cap = logits / config.logits_scaling, config.logits_cap
+        return logits if cap is None else cap * np.tanh(logits / cap)
 
     def logits_of(self, ids: Sequence[int], count: int | None = None) -> np.ndarray:
         """float32[T, V] of tokens, after `count` layers or all."""
@@ -212,118 +202,44 @@ class Reference:
 
     # ---- parts of a layer
 
-    def _norm(self, x, params, key, eps=None):
-        """Normalised x; x itself in a model without that norm."""
-        if key not in params:
-            return x
-        eps = self.config.rms_norm_eps if eps is None else eps
-        if f"{key}_bias" in params:
-            x = x - x.mean(-1, keepdims=True)
-        x = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * params[key]
-        return x + params[f"{key}_bias"] if f"{key}_bias" in params else x
-
-    def _rotate(self, heads, layer, interleave, width):
-        """Turns the first `width` values of each head [T, H, hd] by its token's position."""
-        if self.config.rope_layers is not None and not self.config.rope_layers[layer]:
-            return heads
-        turned, rest = heads[..., :width], heads[..., width:]
-        angles = jnp.arange(len(heads))[:, None] * self._frequencies
-        cos, sin = self._factor * jnp.cos(angles)[:, None], self._factor * jnp.sin(angles)[:, None]
-        if interleave:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-        else:
-            first, second = jnp.split(turned, 2, axis=-1)
-        first, second = first * cos - second * sin, second * cos + first * sin
-        # Of interleaved pairs q and k have another order now, both the same one.
-        return jnp.concatenate([first, second, rest], axis=-1)
-
-    def _grouped(self, normed, params, layer):
-        config = self.config
-        width, queries = config.head_dim, config.num_attention_heads
-        qkv = _linear(normed, params, "qkv")
-        ends = queries * width, (queries + config.num_key_value_heads) * width
-        heads = dict(zip("qkv", jnp.split(qkv, ends, axis=1), strict=True))
-        for name in "qk":
-            if f"{name}_norm" in params:
-                heads[name] = self._norm_heads(heads[name], params, f"{name}_norm")
-        if (most := config.clip_qkv) is not None:
-            heads = {name: jnp.clip(value, -most, most) for name, value in heads.items()}
-        heads = {name: value.reshape(len(value), -1, width) for name, value in heads.items()}
-        for name in "qk":
-            rotated = config.rotary_width or width
-            turned = self._rotate(heads[name], layer, config.rope_interleave, rotated)
-            if f"late_{name}_norm" in params:
-                turned = self._norm(turned, params, f"late_{name}_norm")
-            heads[name] = turned
-        return self._attention(heads["q"], heads["k"], heads["v"], layer, params.get("sinks"))
-
-    def _norm_heads(self, values, params, key):
-        """Normalises over as many values as the norm has weights: a head, or all heads."""
-        parts = values.reshape(len(values), -1, len(params[key]))
-        return self._norm(parts, params, key).reshape(values.shape)
-
-    def _latent(self, normed, params, layer):
-        mla, heads = self.config.attention, self.config.num_attention_heads
-        assert isinstance(mla, LatentAttention)
-        nope, rank = mla.qk_nope_head_dim, mla.kv_lora_rank
-        if "q" in params:
-            q = _linear(normed, params, "q")
-        else:
-            compressed = self._norm(_linear(normed, params, "q_a"), params, "q_a_norm", LATENT_EPS)
-            q = _linear(compressed, params, "q_b")
-        q = mla.scale_queries(q.reshape(len(q), heads, -1), jnp.arange(len(q)))
-        kv = _linear(normed, params, "kv_a")
-        latent = self._norm(kv[:, :rank], params, "kv_a_norm", LATENT_EPS)
-        kv_heads = _linear(latent, params, "kv_b").reshape(len(kv), heads, -1)
-        turn = mla.qk_rope_head_dim
-        q_rope = self._rotate(q[..., nope:], layer, mla.rope_interleave, turn)
-        k_rope = self._rotate(kv[:, None, rank:], layer, mla.rope_interleave, turn)
-        k_rope = jnp.broadcast_to(k_rope, (len(kv), heads, turn))
-        q = jnp.concatenate([q[..., :nope], q_rope], axis=-1)
-        k = jnp.concatenate([kv_heads[..., :nope], k_rope], axis=-1)
-        return self._attention(q, k, kv_heads[..., nope:], layer)
-
-    def _attention(self, q, k, v, layer, sinks=None):
-        """[T, H·hd], of q [T, H, hd] and k and v [T, KH, hd], each token seeing the ones before.
-        sinks: [H], of scores without key and value."""
-        groups, scale = q.shape[1] // k.shape[1], self.config.attention_scale
-        k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
-        scores = jnp.einsum("thd,shd->hts", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-        back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
-        window = self.config.windows[layer]
-        seen = (back >= 0) & (back < (len(q) if window is None else window))
-        scores = jnp.where(seen, scores, -jnp.inf)
-        if sinks is not None:
-            sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
-            scores = jnp.concatenate([scores, sink], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)]
-        return jnp.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
-
-    def _gated(self, normed, params, key):
-        gate, up = jnp.split(_linear(normed, params, f"{key}gate_up"), 2, axis=-1)
+    def _gated(self, layer: Layer, normed, key):
+        gate, up = jnp.split(layer.linear(normed, f"{key}gate_up"), 2, axis=-1)
         hidden = _ACTIVATIONS[self.config.hidden_act](gate) * up
-        return _linear(hidden, params, f"{key}down")
+        return layer.linear(hidden, f"{key}down")
 
-    def _experts(self, normed, params, layer, followed=None):
-        """(what the experts give, how many tokens the engine routed wrongly)."""
-        moe, wrong = int(self._moe[layer]), 0
-        logits = np.asarray(_linear(normed, params, "router"), np.float64)
+    def _shared(self, layer: Layer, x, normed):
+        """What the expert of every token gives."""
+        apart = "shared_norm" in layer.params
+        read = layer.norm(x, "shared_norm") if apart else normed
+        out = layer.norm(self._gated(layer, read, "shared_"), "shared_out_norm")
+        if "shared_gate" in layer.params:
+            out = out * jax.nn.sigmoid(layer.linear(normed, "shared_gate"))
+        return out
+
+    def _experts(self, layer: Layer, normed, routed, followed=None):
+        """(what the experts give, how many tokens the engine routed wrongly). routed: what the
+        router reads."""
+        moe, wrong, params = int(self._moe[layer.number]), 0, layer.params
+        logits = np.asarray(layer.linear(routed, "router"), np.float64)
         ids, weights = self._route(logits, params)
         if followed is not None and self.config.scoring_func != "sparsemixer":
-            seen = np.asarray(_linear(followed.inputs[moe], params, "router"), np.float64)
-            ids = followed.ids[moe]
-            wrong, weights = self._wrong(seen, params, ids), self._weights(logits, ids)
+            ids, seen = followed.ids[moe], logits
+            if followed.inputs is not None:
+                seen = np.asarray(layer.linear(followed.inputs[moe], "router"), np.float64)
+            wrong = self._wrong(seen, params, ids, followed.hair)
+            weights = self._weights(logits, ids)
+        if "expert_scale" in params:
+            weights = weights * np.asarray(params["expert_scale"])[ids]
         out = np.zeros(normed.shape, np.float32)
         for expert in np.unique(ids):
             rows, places = np.nonzero(ids == expert)
-            y = self._expert(normed[rows], moe, int(expert))
-            np.add.at(out, rows, np.asarray(y) * weights[rows, places][:, None])
-        if "shared_down" not in params:
-            return out, wrong
-        shared = self._gated(normed, params, "shared_")
-        if "shared_gate" in params:
-            shared = shared * jax.nn.sigmoid(_linear(normed, params, "shared_gate"))
-        return out + shared, wrong
+            weight = weights[rows, places][:, None]
+            if self.config.weighted_inputs:
+                y = self._expert(normed[rows] * weight, moe, int(expert))
+            else:
+                y = self._expert(normed[rows], moe, int(expert)) * weight
+            np.add.at(out, rows, np.asarray(y))
+        return out, wrong
 
     def _expert(self, x, moe, expert):
         def product(x, matrix):
@@ -372,7 +288,7 @@ class Reference:
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-20)
         return (weights * self.config.routed_scaling_factor).astype(np.float32)
 
-    def _wrong(self, logits: np.ndarray, params, ids: np.ndarray) -> int:
+    def _wrong(self, logits: np.ndarray, params, ids: np.ndarray, hair: float = HAIR) -> int:
         """How many tokens have other experts than their best, by more than a hair, or one twice."""
         (choice, apart), rows = self._choice(logits, params), np.arange(len(ids))[:, None]
         chosen = choice[rows, ids].min(1)
@@ -381,15 +297,10 @@ class Reference:
         # How steep a score is in its logit: at most the score (softmax), or a quarter (sigmoid).
         steep = self._scores(logits)[rows, others.argmax(1)[:, None]][:, 0]
         steep = steep if self.config.scoring_func == "softmax" else 0.25
-        hair = 2 * HAIR * np.sqrt((logits**2).mean(1)) * steep
+        hair = 2 * hair * np.sqrt((logits**2).mean(1)) * steep
         worse = (chosen < others.max(1) - hair) & (apart > 2 * hair)
         twice = (np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1)
         return int((worse | twice).sum())
-
-
-def _linear(x, params, key):
-    y = x @ params[key].T
-    return y + params[f"{key}_bias"] if f"{key}_bias" in params else y
 
 
 def _sparsemixer(logits: np.ndarray, jitter: float) -> tuple[np.ndarray, np.ndarray]:

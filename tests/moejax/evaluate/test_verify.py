@@ -109,6 +109,43 @@ def test_errors_of_the_engine(capsys, monkeypatch, biased, plant):
     assert verdict(checks, ROUTED) is True and verdict(checks, "tokenizer") is None
 
 
+def turned_taps(monkeypatch):
+    right = layers.LayerStack.weight
+
+    def weight(self, name):
+        return right(self, name)[..., ::-1] if name == "conv" else right(self, name)
+
+    monkeypatch.setattr(layers.LayerStack, "weight", weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "plants"),
+    [
+        ("Qwen3NextForCausalLM", (None, turned_taps)),
+        *(
+            pytest.param(f"{name}ForCausalLM", (None, plant), marks=pytest.mark.nightly)
+            for name, plant in (
+                *(("Cohere2Moe", wrong_rope), ("Gemma4", wrong_rope), ("Llama4", wrong_rope)),
+                *(("DeepseekV32", wrong_rope), ("GraniteMoeSWA", wrong_rope)),
+                *(("Mellum", wrong_rope), ("GptOss", wrong_rope), ("Lfm2Moe", turned_taps)),
+                ("Qwen3_5Moe", turned_taps),
+            )
+        ),
+    ],
+)
+def test_layers_of_several_kinds(capsys, monkeypatch, tmp_path, family, plants):
+    directory = write_checkpoint(tmp_path, family)
+    for plant in plants:
+        if plant is not None:
+            plant(monkeypatch)
+        _, checks = verify(capsys, directory)
+        assert verdict(checks, LOGITS) is (plant is None)
+        apart = family.startswith(("Gemma4", "Llama4"))
+        assert verdict(checks, LAYERS) is (None if apart else plant is None)
+        assert verdict(checks, ROUTED) is True or (apart and plant is not None)
+
+
 @pytest.mark.slow
 def test_experts_that_the_router_did_not_ask_for(capsys, biased):
     given = "--cache-aware-routing", "0.5", "--expert-budget", "25%"
