@@ -79,6 +79,47 @@ def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
     assert shared._bounded._process is process
 
 
+HARMONY = """\
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') }}
+{{- '\\nReasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- for m in messages if m.role == 'system' %}
+{{- '<|start|>developer<|message|># Instructions\\n\\n' + m.content + '<|end|>' }}
+{%- endfor %}
+{%- for m in messages if m.role != 'system' %}
+{%- if m.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'user' %}
+{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- else %}{{ raise_exception('no role ' + m.role) }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif -%}
+"""
+"""What gpt-oss' published template does with these messages, which is longer."""
+
+
+def test_harmony_by_the_tokenizers_own_template(tmp_path):
+    """Its markers are one token each, and the checkpoint's template gets what it asks for."""
+    marks = [f"<|{name}|>" for name in ("start", "message", "channel", "end", "return", "call")]
+    whole = load_tokenizer(DEMO).whole()
+    whole.add_special_tokens({"additional_special_tokens": marks})
+    whole.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(HARMONY)
+    tokenizer = load_tokenizer(tmp_path)
+    encode = PromptEncoder(tokenizer, "gpt-oss", 1000)
+    turns = ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?")
+    messages = [{"role": role, "content": text} for role, text in turns]
+    text, ids = encode({"messages": messages})
+    encode.close()
+    own = tokenizer.whole().apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert text == own and ids == tokenizer.encode(own, add_special_tokens=False)
+    one = [tokenizer.get_vocab()[mark] for mark in marks]
+    assert [ids.count(i) for i in one] == [6, 5, 1, 5, 0, 0]
+    assert "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user" in text
+    assert text.endswith("<|message|>Why?<|end|><|start|>assistant")
+
+
 BOMBS = {
     "power": "{{ 10**(10**9) }}",
     "doubling": "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
