@@ -10,6 +10,7 @@ import argparse
 import atexit
 import gc
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from moejax.errors import UserError
 from moejax.interrupt import end_where_stuck, leave_quietly
 from moejax.start.options import OPTIONS
 from moejax.start.other_names import use_instead
-from pallas_kernels.option_text import nearest
+from pallas_kernels.option_text import nearest, unknown
 
 STUCK_S = 1.5
 """Seconds for which Ctrl-C waits for the main thread to leave native code, and for a step."""
@@ -128,6 +129,9 @@ class _Parser(argparse.ArgumentParser):
         return brief_help(self) if brief else super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        if mistyped := re.search(r"^argument COMMAND: invalid choice: '(.*?)' ", message):
+            known = [name for action in self._actions for name in action.choices or ()]
+            message = unknown("command", mistyped[1], known)
         self.exit(
             EXIT_USER_ERROR,
             f"{self.prog}: error: {message}\n{self.prog} --help lists options and examples\n",

@@ -196,6 +196,12 @@ def test_version(monkeypatch, capsys):
     assert capsys.readouterr().out == "moejax 1.2.3 of moejax\n"
 
 
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generat", "x"])
+    assert "unknown command 'generat', did you mean 'generate'?; known: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["", "generate", "chat", "serve"])
 def test_help_is_a_page_and_help_all_has_every_option(command, capsys):
     shown = []

@@ -159,7 +159,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "": [
         ([], "the following arguments are required: COMMAND"),
-        (["invent"], "invalid choice: 'invent'"),
+        (["invent"], "unknown command 'invent'"),
     ],
 }
 """Command → arguments that are wrong, and a part of what is said."""
