@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.models.attention.gated_delta import GatedDeltaNet
+from moejax.models.attention.gated_delta import GatedDeltaNet, KimiDeltaAttention
 from moejax.models.attention.grouped_query import (
     GatedAttention,
     GroupedQueryAttention,
@@ -18,6 +18,7 @@ from moejax.models.attention.grouped_query import (
 )
 from moejax.models.attention.indexed import IndexedAttention
 from moejax.models.attention.latent import LatentAttention
+from moejax.models.attention.mamba import Mamba, Mamba2, StateSpace
 from moejax.models.attention.short_conv import ShortConvolution
 from moejax.models.families.gemma4 import NormedValues
 from moejax.models.families.hunyuan_v1_moe import LateNormAttention
@@ -227,22 +228,97 @@ def _gated_delta(layer: Layer, normed):
         q, k, v, gate, beta, decay = _split(projected, sizes)
     mixed = jax.nn.silu(_convolved(jnp.concatenate([q, k, v], 1), layer.params["conv"]))
     q, k, v = _split(mixed, sizes[:3])
-    q, k = (_unit(x.reshape(count, keys, wide)).repeat(heads // keys, axis=1) for x in (q, k))
-    fades = jnp.exp(
-        -jnp.exp(layer.params["a_log"]) * jax.nn.softplus(decay + layer.params["dt_bias"])
-    )
+    a_log, steps = layer.params["a_log"], jax.nn.softplus(decay + layer.params["dt_bias"])
+    fades = jnp.exp(-jnp.exp(a_log) * steps)[:, :, None]
+    q, k = (x.reshape(count, keys, wide).repeat(heads // keys, axis=1) for x in (q, k))
+    out = _delta_rule(q, k, v.reshape(count, heads, high), jax.nn.sigmoid(beta), fades)
+    out = layer.norm(out, "state_norm") * jax.nn.silu(gate.reshape(out.shape))
+    return out.reshape(count, -1)
+
+
+def _kimi_delta(layer: Layer, normed):
+    """The same with a decay for each value of a key (arXiv:2510.26692)."""
+    kind, count = layer.config.attention, len(normed)
+    assert isinstance(kind, KimiDeltaAttention)
+    heads, width = kind.heads, kind.width
+    sizes = [3 * heads * width, width, width, heads]
+    qkv, decay, gate, beta = _split(layer.linear(normed, "state_in"), sizes)
+    mixed = jax.nn.silu(_convolved(qkv, layer.params["conv"]))
+    q, k, v = (x.reshape(count, heads, width) for x in jnp.split(mixed, 3, axis=1))
+    steps = jax.nn.softplus(layer.linear(decay, "decay") + layer.params["dt_bias"])
+    rates = jnp.exp(layer.params["a_log"].reshape(-1, 1))
+    fades = jnp.exp(-rates * steps.reshape(count, heads, width))
+    out = layer.norm(_delta_rule(q, k, v, jax.nn.sigmoid(beta), fades), "state_norm")
+    out = out * jax.nn.sigmoid(layer.linear(gate, "state_gate")).reshape(out.shape)
+    return out.reshape(count, -1)
+
+
+def _delta_rule(q, k, v, beta, fades):
+    """[T, H, V], of q and k [T, H, K], v [T, H, V], beta [T, H] and fades [T, H, K or 1]."""
 
     def step(state, token):
         q, k, v, beta, fade = token
-        state = fade[:, None, None] * state
+        state = fade[:, :, None] * state
         new = beta[:, None] * (v - jnp.einsum("hk,hkv->hv", k, state))
         state = state + k[:, :, None] * new[:, None]
-        return state, jnp.einsum("hk,hkv->hv", q * wide**-0.5, state)
+        return state, jnp.einsum("hk,hkv->hv", q, state)
 
-    tokens = q, k, v.reshape(count, heads, high), jax.nn.sigmoid(beta), fades
-    _, out = lax.scan(step, jnp.zeros((heads, wide, high)), tokens)
-    out = layer.norm(out, "state_norm") * jax.nn.silu(gate.reshape(out.shape))
-    return out.reshape(count, -1)
+    q, k, none = _unit(q) * q.shape[2] ** -0.5, _unit(k), jnp.zeros((*k.shape[1:], v.shape[2]))
+    return lax.scan(step, none, (q, k, v, beta, fades))[1]
+
+
+def _mamba2(layer: Layer, normed):
+    kind = layer.config.attention
+    assert isinstance(kind, Mamba2)
+    shape = kind.shape
+    projected = layer.linear(normed, "state_in")
+    gate, xbc, dt = _split(projected, [shape.values, shape.columns, shape.heads])
+    xbc = _state_convolved(layer, xbc)
+    x, keys, reads = _split(xbc, [shape.values, *[shape.groups * shape.state] * 2])
+    gated = _state_space(layer, x, keys, reads, dt) * jax.nn.silu(gate)
+    parts = rms(gated.reshape(len(x), shape.groups, -1), layer.config.rms_norm_eps)
+    return parts.reshape(gated.shape) * layer.params["state_norm"]
+
+
+def _mamba(layer: Layer, normed):
+    kind = layer.config.attention
+    assert isinstance(kind, Mamba)
+    x, gate = jnp.split(layer.linear(normed, "state_in"), 2, axis=1)
+    x = _state_convolved(layer, x)
+    sizes = [kind.rank, kind.shape.state, kind.shape.state]
+    dt, keys, reads = _split(layer.linear(x, "selection"), sizes)
+    dt = layer.linear(layer.norm(dt, "step_norm"), "step")
+    keys, reads = layer.norm(keys, "key_norm"), layer.norm(reads, "read_norm")
+    return _state_space(layer, x, keys, reads, dt) * jax.nn.silu(gate)
+
+
+def _state_convolved(layer: Layer, x):
+    mixed = _convolved(x, layer.params["conv"]) + layer.params.get("conv_bias", 0.0)
+    return jax.nn.silu(mixed)
+
+
+def _state_space(layer: Layer, x, keys, reads, dt):
+    """[T, values] of the recurrence of Mamba and Mamba-2 (arXiv:2405.21060, equation 1), one token
+    after the other. Each value of x counts as a head here."""
+    kind = layer.config.attention
+    assert isinstance(kind, StateSpace)
+    shape, count = kind.shape, len(x)
+    each = shape.values // shape.steps
+    dt = jax.nn.softplus(dt + layer.params["dt_bias"])
+    dt = jnp.clip(dt, *kind.limits).repeat(each, axis=1)
+    rates = jnp.exp(layer.params["a_log"].reshape(shape.steps, -1)).repeat(each, axis=0)
+    keys, reads = (
+        part.reshape(count, shape.groups, -1).repeat(shape.values // shape.groups, axis=1)
+        for part in (keys, reads)
+    )
+
+    def step(state, token):
+        x, key, read, dt = token
+        state = jnp.exp(-rates * dt[:, None]) * state + (dt * x)[:, None] * key
+        return state, (state * read).sum(1)
+
+    _, out = lax.scan(step, jnp.zeros((shape.values, shape.state)), (x, keys, reads, dt))
+    return out + layer.params["skip"].repeat(each) * x
 
 
 def _split(x, sizes):
@@ -260,6 +336,9 @@ KINDS: dict[type, Callable[[Layer, Any], jax.Array]] = {
     **dict.fromkeys((LatentAttention, GrowingAttention, IndexedAttention), _latent),
     HeadGatedAttention: _head_gated,
     GatedDeltaNet: _gated_delta,
+    KimiDeltaAttention: _kimi_delta,
+    Mamba: _mamba,
+    Mamba2: _mamba2,
     ShortConvolution: _short_conv,
 }
 """Kind of attention → its heads' outputs, of a layer and its normalised inputs [T, D]."""
@@ -269,7 +348,8 @@ PARAMETERS = frozenset(
         *("qkv", "o", "q_norm", "k_norm", "late_q_norm", "late_k_norm", "sinks", "attention_gate"),
         *("q", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b"),
         *("index_q", "index_k", "index_k_norm", "index_weights"),
-        *("state_in", "conv", "a_log", "dt", "state_norm"),
+        *("state_in", "conv", "a_log", "dt", "state_norm", "decay", "state_gate"),
+        *("skip", "selection", "step", "step_norm", "key_norm", "read_norm"),
     )
 )
 """Parameters that are computed with here, and their biases."""

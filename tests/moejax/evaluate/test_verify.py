@@ -129,7 +129,8 @@ def turned_taps(monkeypatch):
                 *(("Cohere2Moe", wrong_rope), ("Gemma4", wrong_rope), ("Llama4", wrong_rope)),
                 *(("DeepseekV32", wrong_rope), ("GraniteMoeSWA", wrong_rope)),
                 *(("Mellum", wrong_rope), ("GptOss", wrong_rope), ("Lfm2Moe", turned_taps)),
-                ("Qwen3_5Moe", turned_taps),
+                *(("Qwen3_5Moe", turned_taps), ("KimiLinear", turned_taps)),
+                *(("GraniteMoeHybrid", turned_taps), ("Jamba", turned_taps)),
             )
         ),
     ],
