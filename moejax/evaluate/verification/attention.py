@@ -90,7 +90,7 @@ class Layer:
             return (back >= 0) & (tokens[:, None] // window == tokens // window)
         return (back >= 0) & (back < window)
 
-    def attention(self, q, k, v, chosen=True):
+    def attention(self, q, k, v, chosen: jax.Array | bool = True):
         """[T, H·hd], of q [T, H, hd] and k and v [T, KH, hd]; `sinks` are scores without key and
         value. chosen: which of the tokens that are seen count."""
         groups, scale = q.shape[1] // k.shape[1], self.config.attention_scale

@@ -131,7 +131,7 @@ def _run(llm: LLM, ids: list[int]) -> tuple[list[int], Followed, np.ndarray]:
     logits: list[np.ndarray] = []
 
     def listen(step: Any) -> None:
-        pairs = [(chosen, np.asarray(step.output.routing.ids))]
+        pairs: list[tuple[np.ndarray, np.ndarray]] = [(chosen, np.asarray(step.output.routing.ids))]
         if hidden is not None:
             pairs.append((hidden, np.asarray(step.output.arrays.gate_input, np.float32)))
         for into, found in pairs:

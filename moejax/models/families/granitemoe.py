@@ -93,7 +93,7 @@ def parse_windows(fields: Fields) -> ModelConfig:
         sliding_window=fields.integer("sliding_window", 128) if any(sliding) else None,
         window_layers=sliding if any(sliding) else None,
         rope_layers=None if all(thetas) else tuple(map(bool, thetas)),
-        layer_kinds=tuple(LayerKind(**own | {"rope": rope}) for rope in ropes),
+        layer_kinds=tuple(dataclasses.replace(LayerKind(**own), rope=rope) for rope in ropes),
     )
 
 
