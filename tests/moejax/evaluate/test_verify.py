@@ -187,7 +187,8 @@ def test_the_table_of_a_right_model(capsys):
     lines = out.splitlines()
     assert lines[1].split() == ["check", "result", "what", "was", "found"]
     assert len(lines) >= 9 and "WRONG" not in out
-    assert sum("not checked" in line for line in lines) <= 1  # transformers, without torch
+    # The chat template, which this demo has not, and transformers without torch.
+    assert sum("not checked" in line for line in lines) <= 2
 
 
 def test_transformers_gets_the_layers_that_fit(monkeypatch, biased):
