@@ -421,3 +421,19 @@ def test_the_weights_of_the_best_epoch_are_kept(scored, epochs, kept):
     rng = np.random.default_rng(0)
     found = training.train(Falling(), begun, rows, lambda _: next(left), rng, said.append)
     assert len(said) == epochs and found["a"].tolist() == [-2.0 * kept]
+
+
+def test_principal_components_are_the_directions_that_vary_most():
+    """All components together have unit size, and dropout keeps the mean."""
+    turned = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0]
+    drawn = np.random.default_rng(1).normal(size=(4000, 6)) * [9, 5, 3, 1, 0.5, 0.1]
+    mean, basis = training.principal(drawn @ turned.T + 7, 2)
+    along = np.abs(turned.T @ (basis / np.linalg.norm(basis, axis=0)))
+    np.testing.assert_allclose(along[:2], np.eye(2), atol=0.1)
+    assert along[2:].max() < 0.1
+    found = llapor.compress(drawn @ turned.T + 7, mean, basis)
+    assert np.mean(found**2) == pytest.approx(1, rel=1e-3)
+    assert np.mean(found, axis=0) == pytest.approx(0, abs=1e-3)
+    kept = training.drop_out(jnp.ones(10_000), 0.25, jax.random.key(0))
+    assert float(kept.mean()) == pytest.approx(1, abs=0.03)
+    np.testing.assert_allclose(np.unique(kept), [0, 4 / 3])
