@@ -4,6 +4,7 @@ graph of a decode step, nothing of 1 MiB copied, everything in place."""
 import collections
 import re
 
+import jax
 import pytest
 
 from moejax.step.compiled_step import LAYERS_A_TURN
@@ -43,6 +44,10 @@ LATENT_LAYERS = {
     PREFILL: LATENT + "prefill_attention_latent rms_norm linear route plan" + SORTED,
 }
 """The same of DeepSeek-V2-Lite's layers with experts: queries, latent, output, shared experts."""
+
+SPILLED_BY_NEWER = 16 if jax.__version_info__ >= (0, 12) else 0
+"""Most bytes that the kernels of a step may spill with the Triton of jax 0.12: four registers of
+linear at 64 rows."""
 
 GROUP_SLICES = 3
 """Launches of a layer that look up its place in a page, its group's block table and the pages of
@@ -129,7 +134,7 @@ def test_a_step_compiles_for_a_card(model, key, card):
         if OURS.match(name):
             assert kernel.shared_bytes <= kib * 1024, name
             spilled = SPILLED.get(re.sub(r"__?\d+$", "", name), 0) if kib == 99 else 0
-            assert kernel.spill_bytes <= spilled, name
+            assert kernel.spill_bytes <= max(spilled, SPILLED_BY_NEWER), name
 
 
 SAMPLED = {"sample_all": 6, "sample": 25}

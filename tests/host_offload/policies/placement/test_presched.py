@@ -251,3 +251,12 @@ def test_who_prefetches_is_listed():
         plan = scheduler(LayerWork(queue(0, [1]), [queue(1, [30, 40])], costs, 0.0, 1.0, ()))
         assert bool(plan.prefetch) == (name in AHEAD or name == "hybrimoe-code"), name
         assert plan.after_experts == (name in AFTER_EXPERTS), name
+
+
+def test_only_who_belongs_on_the_accelerator_is_loaded_on_demand():
+    """Equation (5) is of E_cur ∩ GPU_Q: cheap loads alone load nobody."""
+    current = tuple(Work(tokens, 0, tokens) for tokens in (4, 5, 6))
+    costs = PlacementCosts(1.0, 1.0, 0.1, 0.1, 1.0)
+    assert on_demand(current, current, costs, 0.0) == 1
+    assert on_demand(current, current[2:], costs, 0.0) == 2
+    assert on_demand(current, (), costs, 0.0) == 3
