@@ -29,8 +29,9 @@ def hostile_params(scene: Scene) -> SamplingParams | None:
     made = scene.call(f"SamplingParams({names})", lambda: SamplingParams(**fields), WRONG_TYPE)
     if not isinstance(made, SamplingParams):
         return None
-    if made.n > 1 and made.n * made.max_tokens > MOST_TOKENS:
-        made = dataclasses.replace(made, n=2, max_tokens=min(made.max_tokens, 100), min_tokens=0)
+    most = made.max_tokens or MOST_TOKENS
+    if made.n > 1 and made.n * most > MOST_TOKENS:
+        made = dataclasses.replace(made, n=2, max_tokens=min(most, 100), min_tokens=0)
     return made
 
 
