@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.layout import SlotLayout
 from host_offload.queue.transfer import QueueSpec
 from moejax.errors import UserError
-from moejax.models.attention.kind import Tokens
+from moejax.models.attention.kind import StateKind, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.experts import StepContext, missed_bits
@@ -60,8 +61,9 @@ ARENA_OPS = ("paged_attention", "fill", "expert_ffn", "stage", "move")
 
 def arena_ops(config: ModelConfig) -> tuple[str, ...]:
     """Returns ARENA_OPS and the ops that write pages of this model's kinds of attention."""
-    writes = dict.fromkeys(kind.ops[0] for kind in config.attention_kinds)
-    return *writes, *ARENA_OPS
+    kinds = config.attention_kinds
+    writes = [kind.ops if isinstance(kind, StateKind) else kind.ops[:1] for kind in kinds]
+    return *dict.fromkeys(itertools.chain(*writes)), *ARENA_OPS
 
 
 Leaf = Any

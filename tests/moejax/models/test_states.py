@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.models.config import parse_config
+from moejax.step.step_parts import arena_ops
 
 GRANITE = {
     "model_type": "granitemoehybrid",
@@ -57,3 +58,8 @@ def test_bytes_of_a_sequence(fields, states, token):
     # Each op's part of a layer ends with a row, and the state with a page.
     padding = page.state_pages * page.nbytes - count * each
     assert 0 <= padding < page.nbytes + count * len(parts) * 2 * page.row_elements
+
+
+def test_ops_that_write_states():
+    """The native library owns an arena only if each of these is native."""
+    assert arena_ops(parse_config(GRANITE))[:3] == ("selective_scan", "short_conv", "kv_write")
