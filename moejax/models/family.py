@@ -89,8 +89,9 @@ class Fields:
         value = self.raw.get(key, default)
         infinite = {"__float__": "Infinity"}  # as transformers writes it
         found = [math.inf if v == infinite else v for v in value] if is_pair(value) else [-1]
-        if not all(map(is_number, found)) or not 0 <= found[0] <= found[-1]:
-            raise self.refuse(f"{key} must be two numbers from zero up, not {value!r}")
+        known = all(is_number(v) and (0 <= v <= LARGEST or v == math.inf) for v in found)
+        if not known or found[0] > found[-1]:
+            raise self.refuse(f"{key} must be two numbers from zero up, not {shown(value)}")
         return float(found[0]), float(found[1])
 
     def flag(self, key: str, default: bool) -> bool:

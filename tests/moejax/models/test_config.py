@@ -134,6 +134,7 @@ V3 = {"model_type": "deepseek_v3"}
 GRANITE, ERNIE = {"model_type": "granitemoe"}, {"model_type": "ernie4_5_moe"}
 GLM = {"model_type": "glm4_moe", "head_dim": 128}
 LITE = {"model_type": "glm4_moe_lite", "num_hidden_layers": 2}
+HYBRID = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 16}
 LIMITED = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 SLIDING = ["full_attention", "sliding_attention"] * 12
@@ -191,6 +192,7 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
         (ERNIE | {"moe_layer_interval": 29}, "no layer has experts .*moe_layer_interval 29"),
         ({"model_type": "phimoe", "router_jitter_noise": -1}, "router_jitter_noise must be"),
         ({"model_type": "olmoe", "clip_qkv": -1.0}, "clip_qkv must be a number from zero up"),
+        (HYBRID | {"time_step_limit": [0, 10**400]}, "time_step_limit must be two numbers"),
         ({"model_type": "qwen2_moe", "layer_types": SLIDING}, "need use_sliding_window"),
         (
             {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": None},
