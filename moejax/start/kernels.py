@@ -194,7 +194,7 @@ def kernel_shape(
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
     by_head = norms.get("q_norm") == config.head_dim and not norms_apart(config)
     if by_head:
-        norms = {key: width for key, width in norms.items() if key == "state_norm"}
+        norms = {key: norms[key] for key in norms.keys() & _STATE_NORMS}
     page = config.page(layout.page.block_size)
     shape = ModelShape(
         hidden=config.hidden_size,
@@ -231,8 +231,9 @@ def kernel_shape(
 NARROW_BYTES = 1 << 32
 """The most bytes of an array that kernels address with 32 bits."""
 
-_OTHER_NORMS = ("state_norm", "q_norm", "k_norm", "q_a_norm")
-_NOT_LINEAR = frozenset({"kv_b"})
+_STATE_NORMS = frozenset({"state_norm", "step_norm", "key_norm", "read_norm"})
+_OTHER_NORMS = _STATE_NORMS | {"q_norm", "k_norm", "q_a_norm"}
+_NOT_LINEAR = frozenset({"kv_b", "a_log"})
 _WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate", "index_weights"})
 """Parameters whose products LayerStack computes in float32."""
 

@@ -8,9 +8,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moejax.models.attention.kind import AttentionLayer, StateKind, Tokens
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import rms_norm, tile_squares
 from pallas_kernels.selective_scan import (
     ScanInputs,
     ScanOptions,
@@ -83,10 +84,20 @@ class Mamba2(StateSpace):
         xbc, arena = self._convolve(stack, i, xbc, arena, tokens, page)
         out, arena = self._scan(stack, i, ScanInputs(xbc, dt), arena, tokens, page)
         gated = _gate(out, gate).reshape(len(x), shape.groups, -1)
-        eps, ones = stack.config.rms_norm_eps, jnp.ones((1, gated.shape[-1]), jnp.float32)
-        normed = rms_norm(gated, ones, 0, eps, implementation=stack.ops.rms_norm)
+        normed = _unit(gated, stack.config.rms_norm_eps, stack.ops.rms_norm)
         normed = normed.reshape(out.shape).astype(x.dtype) * stack.weight("state_norm")[i]
         return normed, arena, counters
+
+
+def _unit(x: jax.Array, eps: float, implementation: str) -> jax.Array:
+    """x / rms(x) over the last axis, in float32."""
+    width = x.shape[-1]
+    if implementation != "pallas":
+        ones = jnp.ones((1, width), x.dtype)
+        return rms_norm(x, ones, 0, eps, implementation=implementation)
+    # The kernel takes no float32. These sums have the same order for any number of rows.
+    squares = tile_squares(x.reshape(-1, width), 1 << (width - 1).bit_length())
+    return x * lax.rsqrt(squares.reshape(*x.shape[:-1], 1) / width + eps)
 
 
 def _gate(out: jax.Array, gate: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.verification import FEW_ROWS, checks
 from pallas_kernels.verification.check import argument_shapes
+from tests.moejax.models.families import config_of
 from tests.moejax.models.test_published_configs import PUBLISHED
 from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, GiB, abstract_programs
 from tests.pallas_kernels.test_cards import kernel_calls, kernels_in
@@ -144,3 +145,14 @@ def test_checks_of_one_class_are_not_those_of_another():
 def keys(kib):
     shape = kernel_shape(CONFIG, "bfloat16", CONFIG.slot_layout(2))
     return {check.key for check in checks(shape, ops_of(kib))}
+
+
+@pytest.mark.parametrize("architecture", ["GraniteMoeHybridForCausalLM", "JambaForCausalLM"])
+def test_norms_of_layers_with_state_are_checked(architecture):
+    config = parse_config(config_of(architecture))
+    limits = {"rows": 4, "max_model_len": 64, "max_num_batched_tokens": 64}
+    program = abstract_programs(config, GiB, ops=ops_of(99), **limits).program(DECODE)
+    calls = kernel_calls(jax.make_jaxpr(program.function)(*program.args).jaxpr)
+    norms = (call.outvars[0].aval for call in calls if call.params["name"] == "rms_norm")
+    shape = kernel_shape(config, "bfloat16", config.slot_layout(2))
+    assert {norm.shape[-1] for norm in norms} <= {shape.hidden, *shape.other_norms}
