@@ -13,6 +13,7 @@ The layers are for inference and cannot be differentiated. docs/how-to/paged_moe
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -434,8 +435,14 @@ def _choose_ops(
     require_verified(job, job.checks(), experts.device, checked_folder())
     if found:
         reason, names = next(iter(found.values())), ", ".join(found)
-        log.warning("in XLA, not as kernels: %s; %s\nops='pallas' checks them now", names, reason)
+        _warn(f"in XLA, not as kernels: {names}; {reason}\nops='pallas' checks them now")
     return chosen
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Logs a warning once: the layers of a model have the same."""
+    log.warning("%s", message)
 
 
 def kernel_checks(

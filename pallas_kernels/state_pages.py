@@ -61,9 +61,10 @@ def check_state(shapes: Shapes, page: StatePage, tokens: int, sequences: Sequenc
     """Raises ValueError where an op's part is not within a layer's rows, or tokens are no runs."""
     if tokens % max(sequences.start.shape[0], 1):
         raise ValueError(f"{tokens} tokens of {sequences.start.shape[0]} runs")
-    rows = state_rows(shapes, page.row_elements)
-    if page.first_row + rows > page.layer_rows:
-        raise ValueError(f"a layer's state has {rows} rows, not {page.layer_rows}")
+    last = page.first_row + state_rows(shapes, page.row_elements)
+    if last > page.layer_rows:
+        given = f"{page.first_row} to {last} of a layer's {page.layer_rows}"
+        raise ValueError(f"the op's state would be rows {given}")
 
 
 def run_operands(sequences: Sequences) -> tuple[jax.Array, ...]:

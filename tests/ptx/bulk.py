@@ -93,14 +93,11 @@ class Bulk:
             old = self.barriers.get(key)
             if old is not None and (old.arrived or old.missing):
                 raise Fault("an mbarrier is made anew within a phase")
-            number = (
-                sum(program == key[0] for program, _ in self.barriers) if not old else old.number
-            )
+            number = old.number if old else sum(program == key[0] for program, _ in self.barriers)
             if number >= PHASES:
                 raise Fault(f"the interpreter knows {PHASES} mbarriers of a program at most")
-            phases = (
-                old.phases + old.phases % 2 if old else 0
-            )  # a new one begins with an even phase
+            # A new one begins with an even phase.
+            phases = old.phases + old.phases % 2 if old else 0
             self.barriers[key] = Barrier(count, number, phases=phases)
             one = np.array([lane])
             self.m.shared.store(

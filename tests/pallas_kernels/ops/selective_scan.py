@@ -1,6 +1,7 @@
 """selective_scan against a float64 recurrence; states to the bit however steps divide the tokens,
 within the rows of a layer that the op owns."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -109,6 +110,8 @@ def refused(changed, options):
     one = np.zeros(1, np.int32)
     where = Sequences(pages, one, one, one + 3, np.int32(1))
     given = options_of(spec, options.get("implementation", "xla"))
+    page = given.page._replace(first_row=options.get("first_row", FIRST_ROW))
+    given = dataclasses.replace(given, page=page)
     inputs_of = ScanInputs(inputs["xbc"], inputs["dt"])
     return api.selective_scan(inputs_of, inputs["weights"], arena, where, 0, given)
 
@@ -125,6 +128,7 @@ CONTRACTS = (
         refusals=(
             ({"xbc": (3, 79)}, {}, r"xbc \(3, 79\), dt \(3, 4\)"),
             ({"dt": (3, 5)}, {}, r"xbc \(3, 80\), dt \(3, 5\)"),
+            ({}, {"first_row": 4}, "the op's state would be rows 4 to 24 of a layer's 23"),
             ({}, {"implementation": "cuda"}, "op 'selective_scan' has no implementation 'cuda'"),
         ),
     ),
