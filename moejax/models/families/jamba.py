@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from moejax.models.attention.mamba import WIDE, Mamba
 from moejax.models.families.granitemoehybrid import mamba_bias_params
-from moejax.models.family import Family, Fields, Parts, feed_forward_params, router_params
+from moejax.models.family import (
+    Family,
+    Fields,
+    Parts,
+    attention_params,
+    feed_forward_params,
+    router_params,
+)
 from moejax.models.model_config import ModelConfig, with_state
 from pallas_kernels.selective_scan import ScanShape
 
@@ -72,20 +79,11 @@ def _mamba(fields: Fields, hidden: int) -> Mamba:
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     hidden, mamba = config.hidden_size, config.attention
-    params: dict[str, Parts] = {
-        "input_norm": (("input_layernorm.weight", (hidden,)),),
-        "post_norm": (("pre_ff_layernorm.weight", (hidden,)),),
-    }
+    params = attention_params(config, output_bias=False)
+    params["post_norm"] = (("pre_ff_layernorm.weight", (hidden,)),)
     if isinstance(mamba, Mamba):
+        del params["qkv"]
         params |= _mamba_params(mamba, hidden)
-    else:
-        queries, keys = (
-            count * config.head_dim
-            for count in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        heads = (("q", queries), ("k", keys), ("v", keys))
-        params["qkv"] = tuple((f"self_attn.{h}_proj.weight", (n, hidden)) for h, n in heads)
-        params["o"] = (("self_attn.o_proj.weight", (hidden, queries)),)
     if moe:
         return params | router_params(config, "feed_forward.router.weight")
     return params | feed_forward_params(config, config.intermediate_size, "feed_forward.")
