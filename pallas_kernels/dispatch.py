@@ -8,8 +8,12 @@ from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
+from pallas_kernels.mosaic import why_not_mosaic
 from pallas_kernels.option_text import parse_pairs, unknown
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
+
+KERNELS = ("pallas", "mosaic")
+"""Implementations that are kernels for GPUs: a kernel runs only where it was checked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +48,19 @@ class Ops:
         """Op → implementation."""
         return {op: getattr(self, op) for op in OPS}
 
+    def kernels(self) -> list[str]:
+        """The ops that are kernels."""
+        return [op for op, name in self.chosen().items() if name in KERNELS]
+
     def are_kernels(self, *ops: str) -> bool:
-        """Whether all of these ops are kernels. The properties below name what follows from
-        that."""
+        """Whether all of these ops are kernels of Triton. The properties below name what follows
+        from that."""
         return all(getattr(self, op) == "pallas" for op in ops)
 
     @property
     def has_kernels(self) -> bool:
         """Whether any op is a kernel."""
-        return "pallas" in self.chosen().values()
+        return bool(self.kernels())
 
     @property
     def fuses_norm_route(self) -> bool:
@@ -141,6 +149,8 @@ class Target:
     """Op whose kernel this model cannot use → why (its `why_not_pallas`)."""
     no_native: Mapping[str, str]
     """Op whose native CPU op cannot read its input → why."""
+    no_mosaic: Mapping[str, str]
+    """Op whose Mosaic kernel this model cannot use → why."""
 
 
 def why_not_native(op: str, target: Target) -> str | None:
@@ -159,25 +169,36 @@ def why_not_native(op: str, target: Target) -> str | None:
 
 def why_not_kernel(op: str, target: Target) -> str | None:
     """Why the Triton-lowered Pallas kernel of an op cannot run; None: it can."""
+    return _why_not(target, target.no_kernel.get(op))
+
+
+def why_not_mosaic_kernel(op: str, target: Target) -> str | None:
+    """Why the Mosaic kernel of an op cannot run; None: it can."""
+    if reason := why_not_mosaic():
+        return f"{reason}; use pallas, xla or auto"
+    return _why_not(target, target.no_mosaic.get(op))
+
+
+def _why_not(target: Target, of_model: str | None) -> str | None:
     if target.platform != "gpu" and not is_interpreted():
         return "Pallas kernels need an NVIDIA GPU; here use xla or auto"
     if target.dtype not in KERNEL_DTYPES:
         known = " or ".join(KERNEL_DTYPES)
         return f"Pallas kernels compute in {known}, not {target.dtype}; use xla or auto"
-    if op in target.no_kernel:
-        return f"{target.no_kernel[op]}; use xla or auto"
-    return None
+    return of_model and f"{of_model}; use xla or auto"
 
 
 WHY_NOT: dict[str, Callable[[str, Target], str | None]] = {
     "pallas": why_not_kernel,
+    "mosaic": why_not_mosaic_kernel,
     "cpu": why_not_native,
 }
 """Backend → function that says why it cannot run an op. Names not in here, such as "xla", run
 everywhere."""
 
 AUTO = {"gpu": ("pallas", "xla"), "cpu": ("cpu", "xla")}
-"""Platform → the names that "auto" tries: the first that has the op and can run it."""
+"""Platform → the names that "auto" tries: the first that has the op and can run it. Mosaic kernels
+wait for a measurement."""
 
 
 def resolve_ops(
@@ -187,13 +208,14 @@ def resolve_ops(
     dtype: str = "float32",
     no_kernel: Mapping[str, str] | None = None,
     no_native: Mapping[str, str] | None = None,
+    no_mosaic: Mapping[str, str] | None = None,
     shared_kib: int = CLASSES[-1],
 ) -> Ops:
     """Chooses an implementation for each op. With "auto", an op of MADE_OF is a kernel if all ops
     that it replaces are kernels.
 
     - `ops`: see parse_ops.
-    - `platform`, `dtype`, `no_kernel`, `no_native`: see Target.
+    - `platform`, `dtype`, `no_kernel`, `no_native`, `no_mosaic`: see Target.
     - `shared_kib`: the device's `cards.shared_class`.
 
     Raises ValueError for what parse_ops refuses, for a named backend that cannot run (WHY_NOT), and
@@ -202,7 +224,7 @@ def resolve_ops(
     if shared_kib not in CLASSES:
         raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")
 
-    target = Target(platform, dtype, no_kernel or {}, no_native or {})
+    target = Target(platform, dtype, no_kernel or {}, no_native or {}, no_mosaic or {})
 
     def why_not(op: str, name: str) -> str | None:
         return WHY_NOT[name](op, target) if name in WHY_NOT else None

@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-MODULES = {"xla": "reference", "pallas": "pallas_triton"}
-"""Name → module, for the two implementations that most ops have. Any other implementation is in the
-module of its name."""
+MODULES = {"xla": "reference", "pallas": "pallas_triton", "mosaic": "pallas_mosaic"}
+"""Name → module. Any other implementation is in the module of its name."""
+
+LATE = {"mosaic"}
+"""Implementations whose modules are imported when they first run, since they take long."""
 
 
 def implementations(op: str, names: Sequence[str], function: str = "") -> dict[str, Callable]:
@@ -16,12 +18,16 @@ def implementations(op: str, names: Sequence[str], function: str = "") -> dict[s
 
     - `function`: its name in the modules, if it differs from the op's.
     """
-    return {
-        name: getattr(
+
+    def find(name: str) -> Callable:
+        return getattr(
             import_module(f"pallas_kernels.{op}.{MODULES.get(name, name)}"), function or op
         )
-        for name in names
-    }
+
+    def find_late(name: str) -> Callable:
+        return lambda *args, **options: find(name)(*args, **options)
+
+    return {name: find_late(name) if name in LATE else find(name) for name in names}
 
 
 def pick(

@@ -64,6 +64,7 @@ from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import settings_of
 from moejax.start.whole_step import check_behind
+from pallas_kernels.dispatch import KERNELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -105,7 +106,7 @@ class LLM:
         self.device = select_device(
             options.runtime.device,
             options.runtime.threads,
-            kernels=bool({"auto", "pallas"} & {*settings.ops.values()}),
+            kernels=bool({"auto", *KERNELS} & {*settings.ops.values()}),
             store=estimate_store(settings),
         )
         let_children_end()

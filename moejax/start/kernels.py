@@ -20,6 +20,8 @@ from moejax.models.family import Parts
 from moejax.step.step_parts import StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
+from pallas_kernels.dispatch import KERNELS
+from pallas_kernels.mosaic import why_not_widths
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (
     NOT_CHECKED,
@@ -106,18 +108,44 @@ def choose_kernels(
     whole = known.get(step_key(steps.config, steps.dtype, steps.ops))
     if whole is None or whole.why:
         why = NOT_CHECKED if whole is None else whole.why
-        kernels = [op for op, name in steps.ops.chosen().items() if name == "pallas"]
-        declined |= {op: why for op in kernels if asked[op] == "auto"}
+        declined |= {op: why for op in steps.ops.kernels() if asked[op] == "auto"}
     return KernelChoice(declined, steps, specify, asked, arena_bytes)
 
 
 def step_key(config: ModelConfig, dtype: str, ops: Ops) -> str:
     """Returns the key of the check of a whole step with these kernels."""
     shape = kernel_shape(config, dtype, config.slot_layout(itemsize=2))
-    kernels = [op for op, name in ops.chosen().items() if name == "pallas"]
+    kernels = [
+        op if name == "pallas" else (op, name)
+        for op, name in ops.chosen().items()
+        if name in KERNELS
+    ]
     digest = hashlib.sha256(repr((shape, kernels)).encode()).hexdigest()[:12]
     sizes = f"{config.num_experts} experts {config.moe_intermediate_size}x{config.hidden_size}"
     return f"step {sizes}, {len(kernels)} kernels {digest} {dtype}"
+
+
+def without_mosaic(
+    config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None
+) -> dict[str, str]:
+    """Returns the ops whose Mosaic kernel this model cannot use, each with the reason."""
+    found: dict[str, str] = {}
+    for run in config.page_runs:
+        shape = kernel_shape(config.of_layer(run.start), dtype, layout, formats)
+        heads = () if shape.latent else (shape.head_dim,)  # some families normalise head by head
+        widths = {
+            "rms_norm": (shape.hidden, *shape.other_norms, *heads),
+            "linear": [
+                width for outputs, inputs, *_ in shape.products for width in (outputs, inputs)
+            ],
+            "expert_ffn": (shape.hidden, shape.width),
+        }
+        found |= {op: why for op, of in widths.items() if (why := why_not_widths(op, of))}
+        if shape.versions != (("dense", "dense"),) or config.xla_only:
+            found["expert_ffn"] = "its Mosaic kernel reads dense records without biases"
+        elif not isinstance(shape.activation, str):
+            found["expert_ffn"] = f"its Mosaic kernel has no {type(shape.activation).__name__}"
+    return found
 
 
 def kernel_job(steps: StepSpec, arena_bytes: int) -> list[Check]:

@@ -11,7 +11,7 @@ from pallas_kernels.linear import pallas_triton
 from pallas_kernels.linear.operands import EVERY_ROW, LinearOptions, Norm, Tiling
 from pallas_kernels.rms_norm import check_squares, rms_norm, tile_squares
 
-IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
+IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "mosaic", "cpu"))
 
 FUSES = {"pallas"}
 """Implementations that normalise x, add a residual and compute its squares in the same launch. For

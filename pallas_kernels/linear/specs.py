@@ -35,4 +35,5 @@ SPECS = (
     Spec(1, "bfloat16", inputs=200, outputs=16390),
     Spec(128, "bfloat16", inputs=128, outputs=256, row_tile=64, tiles=1),
     Spec(128, "bfloat16", inputs=200, outputs=150, bias=True, row_tile=64),
+    Spec(80, "bfloat16", inputs=384, outputs=192, bias=True, row_tile=16, tiles=3),
 )

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas", "cpu"))
+IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas", "mosaic", "cpu"))
 
 TILE_SQUARES = implementations("rms_norm", ("xla", "pallas"), "tile_squares")
 

@@ -115,6 +115,12 @@ class Check:
     """Rows of the decode steps that run its kernels; (): the kernels do not depend on rows."""
     beside: tuple[str, ...] = ()
     """Other ops that are fused into this kernel: it runs only if they run as kernels too."""
+    implementation: str = "pallas"
+    """Of the kernel."""
+
+    def of_mosaic(self) -> Check:
+        """The check of the op's Mosaic kernel."""
+        return dataclasses.replace(self, key=f"{self.key} mosaic", implementation="mosaic")
 
     def prepare(self, device: jax.Device) -> Prepared:
         """See `prepare`."""
@@ -124,10 +130,6 @@ class Check:
         """The largest deviation of the kernel from the reference, as `tolerance` measures it;
         infinite if only one of them has a NaN."""
         return prepare(self, device).error()
-
-
-IMPLEMENTATIONS = ("pallas", "xla")
-"""The implementations that a check compares: kernel and reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Prepared:
             layers = check.stores.layers
             operands = (tuple(pinned_store(r, layers, self.device) for r in records), *operands)
         found = []
-        for name in IMPLEMENTATIONS:
+        for name in (check.implementation, "xla"):
             if check.arena is None:
                 results = programs[name](*operands)
             else:
@@ -178,7 +180,7 @@ def prepare(check: Check, device: jax.Device) -> Prepared:
         programs["arena"] = compiled(check.arena)
         programs["seen"] = compiled(check.seen or (lambda arena: arena), args[0])
     donated = () if check.arena is None else (0,)
-    for name in IMPLEMENTATIONS:
+    for name in (check.implementation, "xla"):
         programs[name] = compiled(functools.partial(check.run, name), *args, donated=donated)
     return Prepared(check, device, programs)
 

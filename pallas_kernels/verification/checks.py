@@ -24,7 +24,13 @@ def checks(shape: ModelShape, ops: Ops, wide_bytes: int = WIDE_BYTES) -> list[Ch
     """
     # Products of equal sizes are one check.
     every = {check.key: check for check in _all(shape, ops, wide_bytes)}
-    return [check for check in every.values() if ops.are_kernels(check.op, *check.beside)]
+    found = []
+    for check in every.values():
+        if ops.are_kernels(check.op, *check.beside):
+            found.append(check)
+        elif ops.chosen()[check.op] == "mosaic" and not check.beside:  # Mosaic's fuse nothing
+            found.append(check.of_mosaic())
+    return found
 
 
 def _all(shape: ModelShape, ops: Ops, wide_bytes: int) -> Iterator[Check]:

@@ -1,8 +1,8 @@
 """What the contracts of the ops share: their form, compilation, poison, and the comparison.
 
 An op is tested through its `api` with every entry of its table of implementations, so a new
-implementation is tested by its entry there. On a machine without a GPU the kernels of "pallas" run
-in Pallas's interpreter.
+implementation is tested by its entry there. On a machine without a GPU kernels run in Pallas's
+interpreters.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu.library import why_not_cpu
+from pallas_kernels.dispatch import KERNELS
+from pallas_kernels.mosaic import UNITS, why_not_mosaic
 from pallas_kernels.tolerances import TOLERANCES
 from pallas_kernels.triton import interpreted
 
@@ -104,13 +106,28 @@ class Contract:
 
 
 def takes(implementation: str, spec: Any) -> bool:
-    """Whether the implementation takes the spec: kernels have 16-bit operands only."""
+    """Whether the implementation takes the spec: kernels have 16-bit operands only, Mosaic's also
+    whole tiles, of experts dense ones without biases."""
+    if implementation == "mosaic":
+        coded = getattr(spec, "versions", ()) or getattr(spec, "biases", False)
+        takes_jax = why_not_mosaic() is None and not coded
+        return takes_jax and spec.dtype != "float32" and fitting(implementation, spec) == spec
     return implementation != "pallas" or getattr(spec, "dtype", None) != "float32"
+
+
+def fitting(implementation: str, spec: Any) -> Any:
+    """The spec with widths that the implementation takes: Mosaic's kernels have no masks."""
+    if implementation != "mosaic":
+        return spec
+    unit = UNITS[type(spec).__module__.split(".")[1]]
+    widths = {"width", "hidden", "inputs", "outputs"} & {f.name for f in dataclasses.fields(spec)}
+    wider = {name: -(-getattr(spec, name) // unit) * unit for name in widths}
+    return dataclasses.replace(spec, **wider)
 
 
 def dtypes_of_bits(implementation: str) -> tuple[str, ...]:
     """Dtypes that facts about bits are asserted in. Of XLA's ops tests/moejax has float32 too."""
-    return ("bfloat16",) if implementation in ("xla", "pallas") else ("float32", "bfloat16")
+    return ("bfloat16",) if implementation in ("xla", *KERNELS) else ("float32", "bfloat16")
 
 
 def name_of(spec: Any) -> str:
@@ -173,7 +190,7 @@ def pinned(array: np.ndarray) -> jax.Array:
 def stored(array: np.ndarray, implementation: str) -> jax.Array:
     """The array where this implementation's tests have stores: pinned host memory, but device
     memory for an interpreted kernel, since jax 0.10's interpreter takes no operand on the host."""
-    if implementation.startswith("pallas") and not _on_gpu():
+    if implementation in KERNELS and not _on_gpu():
         return jax.device_put(array)
     return pinned(array)
 

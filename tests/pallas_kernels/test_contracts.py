@@ -3,7 +3,8 @@
 Native ops take every spec. Of the reference, specs whose number of rows alone differs from that of
 an earlier and of a later one are nightly, and of one COMPOSED of others all but the first. Kernels
 run as PTX in .ci/run (tests/ptx), the first spec of those in LATER interpreted instead; all others
-are interpreted at night. The quick suite has the first spec of what is neither interpreted nor a
+are interpreted at night. Of Mosaic's kernels, which only the newest jax has, the first spec is
+interpreted. The quick suite has the first spec of what is neither interpreted nor a
 composed reference. Facts beyond the contracts are in test_facts, a file of their own since a file
 is one process's.
 """
@@ -13,6 +14,7 @@ import inspect
 
 import pytest
 
+from pallas_kernels.dispatch import KERNELS, OPS
 from tests.pallas_kernels.contract import NATIVE, differs_in_rows, name_of, takes
 from tests.pallas_kernels.ops.contracts import CONTRACTS, LATER
 
@@ -29,13 +31,15 @@ def cases():
         for implementation in contract.implementations:
             specs = [spec for spec in contract.specs if takes(implementation, spec)]
             for place, spec in enumerate(specs):
-                interpreted = implementation == "pallas"
+                interpreted = implementation in KERNELS
                 composed = implementation == "xla" and contract.name in COMPOSED
                 left_out = composed and place > 0
                 if implementation == "xla":
                     left_out |= differs_in_rows(spec, contract.specs)
-                marks = [pytest.mark.slow] * (interpreted or composed or place > 0)
-                left_out |= interpreted and (place > 0 or contract.name not in LATER)
+                slow = implementation == "pallas" or composed or place > 0
+                marks = [pytest.mark.slow] * slow
+                later = OPS if implementation == "mosaic" else LATER
+                left_out |= interpreted and (place > 0 or contract.name not in later)
                 marks += [pytest.mark.nightly] * left_out
                 marks += [NATIVE] * (implementation == "cpu")
                 name = f"{contract.name}-{implementation}-{name_of(spec)}"

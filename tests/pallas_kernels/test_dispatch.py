@@ -82,6 +82,25 @@ def test_a_kernel_that_cannot_run_a_model_is_not_chosen():
         resolve_ops("paged_attention=pallas", **options)
 
 
+def test_mosaic_runs_where_it_is_named_and_can(monkeypatch):
+    options = dict(platform="gpu", dtype="bfloat16", no_mosaic={"linear": "it is narrow"})
+    monkeypatch.setattr(dispatch, "why_not_mosaic", lambda: None)
+    resolved = resolve_ops({"rms_norm": "mosaic"}, **options)
+    assert (resolved.rms_norm, resolved.linear) == ("mosaic", "pallas")
+    assert "rms_norm" in resolved.kernels() and not resolved.fuses_norm_route
+    with pytest.raises(ValueError, match="op 'linear': it is narrow; use xla or auto"):
+        resolve_ops("linear=mosaic", **options)
+    for wrong, message in (
+        ({"platform": "cpu"}, "Pallas kernels need an NVIDIA GPU"),
+        ({"dtype": "float32"}, "Pallas kernels compute in bfloat16 or float16, not float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_ops("rms_norm=mosaic", **{**options, **wrong})
+    monkeypatch.setattr(dispatch, "why_not_mosaic", lambda: "it is old")
+    with pytest.raises(ValueError, match="'rms_norm': it is old; use pallas"):
+        resolve_ops("rms_norm=mosaic", **options)
+
+
 def test_a_class_of_gpu_is_kept_and_checked():
     assert resolve_ops(shared_kib=99).shared_kib == 99
     assert resolve_ops("xla", shared_kib=99).chosen() == dict.fromkeys(OPS, "xla")

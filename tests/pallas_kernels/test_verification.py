@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import OPS, resolve_ops
+from pallas_kernels.mosaic import why_not_mosaic
 from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
 from pallas_kernels.triton import interpreted
@@ -31,7 +32,7 @@ from pallas_kernels.verification import (
     why_no_kernels,
 )
 from pallas_kernels.verification.apart import outcomes_apart
-from pallas_kernels.verification.check import IMPLEMENTATIONS, make_check, prepare
+from pallas_kernels.verification.check import make_check, prepare
 from tests.pallas_kernels.faulty_checks import make_checks, toy_job
 
 SMALL = ModelShape(
@@ -174,7 +175,7 @@ def test_checks_compile_at_once_and_run_in_order():
 def test_the_arena_is_donated_and_compared():
     device = jax.devices()[0]
     (check,) = toy_checks(1, arena=True)
-    for name in IMPLEMENTATIONS:
+    for name in ("pallas", "xla"):
         memory = prepare(check, device).programs[name].memory_analysis()
         assert memory.alias_size_in_bytes == 2 * 4096
     assert check.error(device) == 0
@@ -186,6 +187,21 @@ def test_the_arena_is_donated_and_compared():
     assert check.error(device) == float("inf")
     unseen = dataclasses.replace(check, seen=lambda arena: arena[2:])
     assert unseen.error(device) == 0
+
+
+def test_mosaic_kernels_have_checks_of_their_own():
+    product = 128, 128, False, "bfloat16"
+    shape = dataclasses.replace(SMALL, hidden=128, products=(product,))
+    wanted = dict.fromkeys(("rms_norm", "linear"), "mosaic")
+    if why_not_mosaic():
+        with pytest.raises(ValueError, match=r"need jax 0.12 or newer, and this is jax 0\.1[01]"):
+            small_checks(shape, **wanted)
+        return
+    found = small_checks(shape, **wanted)
+    assert all(check.key.endswith(" bfloat16 mosaic") for check in found)
+    assert [check.op for check in found] == ["linear"] * 3 + ["rms_norm"]
+    error = found[-1].error(jax.devices()[0])
+    assert 0 <= error <= found[-1].tolerance
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.store_choice import explain_donation, why_cells
 from moejax.start.decide.stream import staged_bytes, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, queue_of
-from moejax.start.kernels import KernelChoice
+from moejax.start.kernels import KernelChoice, without_mosaic
 from moejax.start.precision import (
     checkpoint_notes,
     expert_budget_of,
@@ -50,6 +50,7 @@ from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
+from pallas_kernels.dispatch import KERNELS
 from pallas_kernels.records.versions import why_no_kernel, why_no_native
 
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
@@ -166,6 +167,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             # Residents that the queue unpacks are matrices alone, without biases.
             no_native=why_no_native(versions, config.xla_only if packed else None)
             | without_native(config),
+            no_mosaic=without_mosaic(config, model.dtype, layout, formats),
             shared_kib=device.shared_kib,
         )
     needs = (need for policy in settings.policies for need in policy.needs)
@@ -183,7 +185,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             max_model_len=length,
             max_num_batched_tokens=tokens,
             waves=options.transfer.driver.waves
-            or (KERNEL_WAVES if ops.are_kernels("expert_ffn") else 1),
+            or (KERNEL_WAVES if ops.expert_ffn in KERNELS else 1),
             bucketed=decodes_in_buckets(config, ops),
             kernels=ops.has_kernels,
         ),

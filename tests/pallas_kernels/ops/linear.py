@@ -9,7 +9,16 @@ from pallas_kernels.linear import LinearOptions, Norm, api, pallas_triton, sum_o
 from pallas_kernels.linear.specs import SPECS, Spec
 from pallas_kernels.rms_norm import rms_norm, tile_squares
 from tests.pallas_kernels import contract
-from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
+from tests.pallas_kernels.contract import (
+    Contract,
+    Mutant,
+    close,
+    compiled,
+    draw,
+    fitting,
+    same_bits,
+    wide,
+)
 
 LAYER, EPS = 1, 1e-5
 
@@ -254,7 +263,7 @@ def check_normed_parts(spec, implementation):
 def bits_of_a_row(implementation):
     """The row tile decides them; T, the other rows and how many are needed do not."""
     for dtype in contract.dtypes_of_bits(implementation):
-        spec = Spec(16, dtype, row_tile=16, inputs=200)
+        spec = fitting(implementation, Spec(16, dtype, row_tile=16, inputs=200))
         x, weights, bias = case(spec, 0)
         want = run(spec, implementation, x, weights, bias)
         for row, others in contract.alone(x, (0, 8, 15)):
@@ -268,7 +277,7 @@ def bits_of_a_row(implementation):
 
 def bits_of_a_row_in_parts(implementation):
     """As bits_of_a_row, of each part."""
-    spec = Spec(16, "bfloat16", inputs=512, outputs=24, row_tile=16)
+    spec = fitting(implementation, Spec(16, "bfloat16", inputs=512, outputs=24, row_tile=16))
     x, weights, _ = case(spec, 0)
     want = parts(spec, implementation, x, weights)
     if implementation == "pallas":  # another tile of rows is another program
@@ -336,6 +345,10 @@ CONTRACTS = (
             ((3, 4), None, {"row_tile": 2}, "3 rows are not whole tiles of 2"),
             ((3, 4), None, {"implementation": "cuda"}, "op 'linear' has no implementation 'cuda'"),
             ((3, 4), None, {"implementation": "pallas"}, "not float32; 'xla' takes it"),
+            (
+                *((3, 4), None, {"implementation": "mosaic"}),
+                "not float32; 'xla' takes it|Mosaic kernels need jax 0.12",
+            ),
         ),
     ),
     Contract("linear with a residual", api.IMPLEMENTATIONS, RESIDUAL_SPECS, check_residual),
