@@ -5,6 +5,9 @@ Importing it takes most of a second, so this module and the ops' `api` do so onl
 traced.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# The oldest jax lacks some names, and refuses these kernels by name.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +22,7 @@ LEAST_JAX = (0, 12)
 """The first jax whose Mosaic compiles without a GPU and has mma.sync and stores to device memory:
 0.10 compiles kernels only when they run, 0.11 has no `store`."""
 
-UNITS = {"rms_norm": 128, "linear": 64, "expert_ffn": 64}
+UNITS = {"rms_norm": 128, "linear": 64}
 """Op → what its widths must be multiples of: threads that hold a row, or a tile of a product."""
 
 
@@ -35,7 +38,9 @@ def why_not_widths(op: str, widths: Iterable[int]) -> str | None:
     """Why the kernel of an op does not take these widths; None: it takes them."""
     unit = UNITS[op]
     wrong = next((width for width in widths if width % unit), None)
-    return wrong and f"its Mosaic kernel takes widths that are multiples of {unit}, not {wrong}"
+    if wrong is None:
+        return None
+    return f"its Mosaic kernel takes widths that are multiples of {unit}, not {wrong}"
 
 
 def check_mosaic(op: str, widths: Iterable[int], *dtypes: jax.typing.DTypeLike) -> None:

@@ -4,10 +4,12 @@ GPUs of compute capability 9.0 multiply by wgmma, others by mma.sync. Tiles arri
 on, before by cp.async. A sum's order is the same on all of them.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# The oldest jax lacks some names, and refuses these kernels by name.
+
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,47 +40,33 @@ def most_columns() -> int:
     return 128 if has_wgmma() else 64
 
 
-def products(
-    x: Any, weights: Sequence[Any], columns: int, *, by_depth: bool = False
-) -> list[jax.Array]:
-    """float32[64, columns] of x times each of the weights.
+def product(x: Any, weight: Any, columns: int) -> jax.Array:
+    """float32[64, columns] of x times a weight.
 
     - `x`: ref to [64, K] in device memory.
-    - `weights`: refs to [columns, K], or to [K, columns] with `by_depth`.
+    - `weight`: ref to [columns, K].
     """
-    count, steps = len(weights), x.shape[1] // DEPTH
-    block, index = (columns, DEPTH), lambda k: (0, k)
-    if by_depth:
-        block, index = (DEPTH, columns), lambda k: (k, 0)
-    specs = [_block((ROWS, DEPTH), lambda k: (0, k)), *[_block(block, index)] * count]
+    steps = x.shape[1] // DEPTH
+    specs = [_block((rows, DEPTH)) for rows in (ROWS, columns)]
     pipeline = functools.partial(
         plgpu.emit_pipeline, grid=(steps,), in_specs=specs, max_concurrent_steps=min(STAGES, steps)
     )
 
-    def turned(weight: Any) -> Any:
-        return weight if by_depth else weight.transpose((1, 0))
+    def add(_, tile, of, total):
+        return plgpu.mma(total, tile[...], of.transpose((1, 0))[...])
 
-    def add(_, tile, *rest):
-        *tiles, totals = rest
-        of_x = tile[...]
-        return tuple(
-            plgpu.mma(total, of_x, turned(of)[...]) for total, of in zip(totals, tiles, strict=True)
-        )
-
-    def accumulate(*totals):
-        def add(_, tile, *tiles):
-            for total, of in zip(totals, tiles, strict=True):
-                plgpu.wgmma(total, tile, turned(of))
+    def accumulate(total):
+        def add(_, tile, of):
+            plgpu.wgmma(total, tile, of.transpose((1, 0)))
             plgpu.wgmma_wait(0)
 
-        pipeline(add)(x, *weights)
-        return [total[...] for total in totals]
+        pipeline(add)(x, weight)
+        return total[...]
 
     if has_wgmma():
-        return pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, columns))] * count)
-    zeros = (jnp.zeros((ROWS, columns), jnp.float32),) * count
-    return list(pipeline(add, init_carry=zeros)(x, *weights))
+        return pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns)))
+    return pipeline(add, init_carry=jnp.zeros((ROWS, columns), jnp.float32))(x, weight)
 
 
-def _block(shape: tuple[int, int], index: Any) -> plgpu.BlockSpec:
-    return plgpu.BlockSpec(shape, index, transforms=TILED)
+def _block(shape: tuple[int, int]) -> plgpu.BlockSpec:
+    return plgpu.BlockSpec(shape, lambda k: (0, k), transforms=TILED)

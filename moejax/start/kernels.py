@@ -138,13 +138,8 @@ def without_mosaic(
             "linear": [
                 width for outputs, inputs, *_ in shape.products for width in (outputs, inputs)
             ],
-            "expert_ffn": (shape.hidden, shape.width),
         }
         found |= {op: why for op, of in widths.items() if (why := why_not_widths(op, of))}
-        if shape.versions != (("dense", "dense"),) or config.xla_only:
-            found["expert_ffn"] = "its Mosaic kernel reads dense records without biases"
-        elif not isinstance(shape.activation, str):
-            found["expert_ffn"] = f"its Mosaic kernel has no {type(shape.activation).__name__}"
     return found
 
 

@@ -122,7 +122,7 @@ def check_call(check: Check) -> Mapping[str, Any]:
     """The kernel of a check: function, args and options of compile_kernels."""
     arena, stores = int(check.arena is not None), int(check.stores is not None)
     return {
-        "fn": functools.partial(check.run, "pallas"),
+        "fn": functools.partial(check.run, check.implementation),
         "args": argument_shapes(check),
         "donate_argnums": tuple(range(arena)),
         "host_argnums": tuple(range(arena, arena + stores)),

@@ -12,9 +12,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 import shutil
+import subprocess
 import tempfile
 from unittest import mock
 
@@ -107,6 +109,29 @@ def compile_kernels(fn, *args, card="h200", **options) -> tuple[Compiled, dict[s
                     _entry(ptx, name),
                 )
     return program, kernels
+
+
+def assemble(module: str) -> list[Kernel]:
+    """The kernels of a module of PTX, as its target's assembler makes them; shared memory that a
+    launch adds is not known here."""
+    target = re.search(r"^\.target (\w+)", module, re.MULTILINE)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(module)
+        file.flush()
+        command = [_ptxas(), "-v", f"-arch={target[1]}", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [
+        Kernel(
+            found["name"],
+            int(found["registers"]),
+            int(found["stores"]) + int(found["loads"]),
+            0,
+            _entry(module, found["name"]),
+        )
+        for found in _FUNCTION.finditer(done.stdout + done.stderr)
+    ]
 
 
 def _ptxas() -> str:

@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.cards import shared_class
+from pallas_kernels.dispatch import KERNELS
 from tests.aot.aot_h200 import compile_for, device_of
 from tests.pallas_kernels import contract
 from tests.ptx import machine
@@ -617,11 +618,11 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def patched(module: Any, **options: Any) -> Iterator[None]:
-    """Inside, a test module's kernels run in this interpreter (implementations "pallas" and
-    "mosaic"); what else it compiles, as ever. options: as interpret's."""
+    """Inside, a test module's kernels (implementations of KERNELS) run in this interpreter; what
+    else it compiles, as ever. options: as interpret's."""
 
     def compiled(op: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
-        if not {"pallas", "mosaic"} & contract.implementations_of(static):
+        if contract.implementations_of(static).isdisjoint(KERNELS):
             return contract.compiled(op, donate, **static)
         return interpret(op, donate, **options, **static)
 

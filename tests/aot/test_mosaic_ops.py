@@ -1,0 +1,111 @@
+"""Kernels of Mosaic GPU, compiled for cards: they fit and copy nothing, their PTX does what the
+contracts of their ops say, and what is taken out of it is found.
+
+Each card has a process of its own: Mosaic gives ptxas the architecture of the first card that a
+process compiled for. The older jax of .ci/run has no such kernels; the newer runs no slow tests."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.mosaic import why_not_mosaic
+from tests.aot.aot_h200 import CARDS, compile_for
+from tests.aot.cards import MODELS, check_call, named, start_checks
+from tests.aot.ptxas import assemble
+
+pytestmark = pytest.mark.aot
+
+RUN = ("h200", "a100", "rtx5060ti")
+"""Cards whose PTX runs here: wgmma and TMA; mma.sync and cp.async; mma.sync and TMA. The others'
+is that of one of them."""
+
+WAITS = {
+    "h200": r"(?s)\{\s*\.reg \.pred\s+P1;.*?DONE:\s*\}",  # plgpu.barrier_wait
+    "a100": r"cp\.async\.wait_group[^;]*;",
+    "rtx5060ti": r"(?s)\{\s*\.reg \.pred\s+P1;.*?DONE:\s*\}",
+}
+
+OPS = {
+    "linear": "linear 5120x2048 rows 64 bias False out bfloat16 bfloat16",
+    "rms_norm": "rms_norm 2048 bfloat16",
+}
+"""Op → the name of a check of Qwen3-30B-A3B's size."""
+
+if not why_not_mosaic():
+
+    def told(what: str, card: str, repository) -> str:
+        command = [sys.executable, "-m", __name__, what, card]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @pytest.mark.parametrize("card", CARDS)
+    def test_kernels_compile_for_a_card(card, repository):
+        assert told("compile", card, repository).split() == list(OPS)
+
+    nightly = pytest.param("rtx5060ti", marks=pytest.mark.nightly)
+
+    @pytest.mark.parametrize("card", [*RUN[:2], nightly])
+    def test_contracts(card, repository):
+        said = told("run", card, repository)
+        assert re.findall(r"^agrees: (\w+)", said, re.MULTILINE) == list(OPS)
+        found = re.findall(r"^without its wait: (\w+): (.*)", said, re.MULTILINE)
+        assert [op for op, _ in found] == [op for op in OPS if op != "rms_norm"]  # it has none
+        assert all("was not waited for" in said for _, said in found), found
+
+
+def compile_ops(card: str) -> None:
+    """Compiles a check of each op; a kernel that is not as it should be is an AssertionError."""
+    from tests.ptx.program import compile_program
+
+    for op, name in OPS.items():
+        check = named(start_checks(card, MODELS[0], **{op: "mosaic"}), name)
+        options = dict(check_call(check))
+        given = options.pop("fn"), *options.pop("args")
+        modules = [module for module, _ in compile_program(card, *given, **options).mosaic.values()]
+        assert modules
+        for kernel in (kernel for module in modules for kernel in assemble(module)):
+            assert kernel.spill_bytes == 0 and kernel.registers <= 255, kernel
+        text = "".join(modules)
+        assert ("wgmma.mma_async" in text) == (op != "rms_norm" and card == "h200")
+        assert ("mma.sync" in text) == (op != "rms_norm" and card != "h200")
+        program = compile_for(card, *given, **options)
+        assert program.copies() == program.host_copies() == []
+        print(op)
+
+
+def run_ops(card: str) -> None:
+    """Runs one spec of each op, then again without its waits."""
+    from tests.pallas_kernels.contract import takes
+    from tests.pallas_kernels.ops.contracts import CONTRACTS
+    from tests.ptx.parse import Fault
+    from tests.ptx.program import patched
+
+    lacked = False
+
+    def without_wait(ptx: str) -> str:
+        nonlocal lacked
+        edited, count = re.subn(WAITS[card], "", ptx)
+        lacked |= count > 0
+        return edited
+
+    for contract in sorted((c for c in CONTRACTS if c.name in OPS), key=lambda c: c.name):
+        spec = next(spec for spec in contract.specs if takes("mosaic", spec))
+        module = sys.modules[contract.check.__module__]
+        with patched(module, card=card):
+            contract.run(spec, "mosaic", examples=1)
+        print(f"agrees: {contract.name}", flush=True)
+        lacked, said = False, "nothing was found"
+        try:
+            with patched(module, card=card, edit=without_wait):
+                contract.run(spec, "mosaic", examples=1)
+        except Fault as fault:
+            said = " ".join(str(fault).split())
+        if lacked:
+            print(f"without its wait: {contract.name}: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    {"compile": compile_ops, "run": run_ops}[sys.argv[1]](sys.argv[2])
