@@ -92,10 +92,10 @@ class Mamba2(StateSpace):
 def _unit(x: jax.Array, eps: float, implementation: str) -> jax.Array:
     """x / rms(x) over the last axis, in float32."""
     width = x.shape[-1]
-    if implementation != "pallas":
+    if implementation in ("xla", "cpu"):
         ones = jnp.ones((1, width), x.dtype)
         return rms_norm(x, ones, 0, eps, implementation=implementation)
-    # The kernel takes no float32. These sums have the same order for any number of rows.
+    # Kernels take no float32. These sums have the same order for any number of rows.
     squares = tile_squares(x.reshape(-1, width), 1 << (width - 1).bit_length())
     return x * lax.rsqrt(squares.reshape(*x.shape[:-1], 1) / width + eps)
 

@@ -4,9 +4,11 @@ import functools
 import itertools
 
 import jax
+import numpy as np
 import pytest
 
 from moejax.checkpoints.random_model import shape
+from moejax.models.attention.mamba import _unit
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import without_kernel
 from moejax.start.kernels import kernel_shape
@@ -145,6 +147,13 @@ def test_checks_of_one_class_are_not_those_of_another():
 def keys(kib):
     shape = kernel_shape(CONFIG, "bfloat16", CONFIG.slot_layout(2))
     return {check.key for check in checks(shape, ops_of(kib))}
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
+def test_a_norm_in_float32_has_no_kernel(implementation):
+    x = np.random.default_rng(0).normal(size=(5, 2, 96)).astype(np.float32)
+    same = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(_unit(x, 1e-5, implementation), same, rtol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["GraniteMoeHybridForCausalLM", "JambaForCausalLM"])
