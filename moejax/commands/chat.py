@@ -125,14 +125,16 @@ class Talk:
             with suppress(ImportError):
                 import readline  # noqa: F401  # keys that edit a line
             say("/clear, /stats, /exit; Ctrl-C stops an answer")
-        while (text := read_message(prompts)) is not None:
-            if text == "/exit":
+        while (message := read_message(prompts)) is not None:
+            text, quoted = message
+            command = "" if quoted else text
+            if command == "/exit":
                 return
-            if text == "/clear":
+            if command == "/clear":
                 self._messages = list(self._first)
-            elif text == "/stats":
+            elif command == "/stats":
                 print(format_summary(self._llm.stats()), file=sys.stderr)
-            elif text.startswith("/"):
+            elif command.startswith("/"):
                 say(f"{text.split()[0]} is none of /clear, /stats and /exit")
             elif text:
                 self._ask(text, MarkdownWriter() if markdown else PlainWriter())
@@ -162,8 +164,9 @@ class Talk:
         return "".join(pieces)
 
 
-def read_message(prompts: bool) -> str | None:
-    """Reads the next message; None at the end of standard input or after Ctrl-C."""
+def read_message(prompts: bool) -> tuple[str, bool] | None:
+    """Reads the next message and whether it was quoted, so that it is no command; None at the end
+    of standard input or after Ctrl-C."""
     lines, prompt, quoted = [], "> " if prompts else "", False
     try:
         while True:
@@ -177,9 +180,10 @@ def read_message(prompts: bool) -> str | None:
                 lines.append(line[:-1])
             else:
                 last = line.rstrip().removesuffix(QUOTE) if quoted else line
-                return "\n".join([*lines, last]).strip()
+                return "\n".join([*lines, last]).strip(), quoted
     except EOFError:
-        return "\n".join(lines).strip() or None
+        left = "\n".join(lines).strip()
+        return (left, quoted) if left else None
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return None

@@ -204,9 +204,11 @@ class EngineThread:
             log.exception("a step of the engine failed; all its requests ended")
             with self._gate:
                 self._failure = self._failure or error
-        self._end_all()
-        self._engine.running.tell = None
-        self.ended.set_result(None)
+        try:
+            self._end_all()
+        finally:
+            self._engine.running.tell = None
+            self.ended.set_result(None)
 
     def _give_up(self, message: str) -> None:
         """Ends what waits for a step that hangs. Runs on the thread that watches steps."""

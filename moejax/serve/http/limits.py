@@ -51,6 +51,8 @@ class Limits:
                     finished = output.finished
                     yield output
         except TimeoutError:
+            if until is None or loop.time() < until:  # the request's own
+                raise
             raise Refusal(504, f"the answer took more than {self.seconds:g} s, the most") from None
         finally:
             self.now -= 1

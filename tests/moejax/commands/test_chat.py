@@ -100,11 +100,13 @@ def test_an_answer_is_shown_as_markdown_whole_and_in_order():
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("one\n", "one"),
-        ("one\\\ntwo\n", "one\ntwo"),
-        ('"""one\n\ntwo"""\n', "one\n\ntwo"),
-        ('"""one"""\n', "one"),
-        ('"""one\n', "one"),
+        ("one\n", ("one", False)),
+        ("one\\\ntwo\n", ("one\ntwo", False)),
+        ('"""one\n\ntwo"""\n', ("one\n\ntwo", True)),
+        ('"""one"""\n', ("one", True)),
+        ('"""/exit\n"""\n', ("/exit", True)),
+        ('"""one\n', ("one", True)),
+        ("", None),
     ],
 )
 def test_messages_of_several_lines(monkeypatch, typed, message):

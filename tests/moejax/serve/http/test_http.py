@@ -685,6 +685,22 @@ def test_too_many_requests_and_one_that_takes_too_long(server, monkeypatch):
         second.end()
 
 
+def test_a_time_out_within_an_answer_is_not_the_limits():
+    async def answer(wait):
+        await asyncio.sleep(wait)
+        raise TimeoutError("of its own")
+        yield
+
+    async def read(seconds, wait):
+        return [each async for each in limits.Limits(seconds=seconds).within(answer(wait))]
+
+    for seconds in (None, 60.0):
+        with pytest.raises(TimeoutError, match="of its own"):
+            asyncio.run(read(seconds, 0))
+    with pytest.raises(limits.Refusal, match=r"more than 0\.01 s"):
+        asyncio.run(read(0.01, 5))
+
+
 def test_a_body_without_them_has_the_models_sampling_defaults(server, monkeypatch):
     monkeypatch.setattr(server.llm, "_sampling", SamplingParams(top_k=1))
     body = {"prompt": "The old house", "max_tokens": 12, "ignore_eos": True}
