@@ -81,8 +81,8 @@ class GgufHeader:
     path: pathlib.Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    stamp: tuple[int, int]
-    """The file's size in bytes and its time of change in ns."""
+    stamp: tuple[int, ...]
+    """The file's size in bytes, and its times of the last write and change in ns."""
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
@@ -122,11 +122,11 @@ def read_gguf(path: str | os.PathLike) -> tuple[GgufHeader, ...]:
 def _read(path: pathlib.Path) -> GgufHeader:
     require_own_file(path)
     status = path.stat()
-    return _read_once(path, (status.st_size, status.st_mtime_ns))
+    return _read_once(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
 
 
 @functools.lru_cache(maxsize=4)
-def _read_once(path: pathlib.Path, stamp: tuple[int, int]) -> GgufHeader:
+def _read_once(path: pathlib.Path, stamp: tuple[int, ...]) -> GgufHeader:
     """Config, tokenizer and weights of a file each ask for its header."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -158,7 +158,7 @@ class _Header:
         self._file, self._size, self._types = file, size, types
         self._at, self._values = 0, 0
 
-    def parse(self, path: pathlib.Path, stamp: tuple[int, int]) -> GgufHeader:
+    def parse(self, path: pathlib.Path, stamp: tuple[int, ...]) -> GgufHeader:
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number("<I")

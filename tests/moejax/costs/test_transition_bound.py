@@ -45,7 +45,7 @@ def test_where_the_bound_comes_from(options, nbytes, source):
         ("dynaexq,step_bytes=0", "step_bytes='0' is not a whole number, 1 or more"),
         ("dynaexq,step_bytes=1MiB", "step_bytes='1MiB' is not a whole number"),
         ("dynaexq,paged=true,step_bytes=9", "step_bytes does not apply with paged=true"),
-        ("random,step_bytes=9", "precision 'random' has no setting 'step_bytes=9'"),
+        ("random,step_bytes=9", "step_bytes bounds what versions that change move; add spares=1"),
     ],
 )
 def test_bounds_that_mean_nothing_are_refused(text, message):
