@@ -14,7 +14,7 @@ import pytest
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.commands import main as cli
-from moejax.evaluate.verification import model, reference, words
+from moejax.evaluate.verification import attention, model, reference, words
 from moejax.models import layers
 from moejax.models.config import load_config
 from tests.moejax.models.families import write_checkpoint
@@ -160,7 +160,7 @@ def test_an_error_that_engine_and_reference_share_is_found_by_transformers(
     capsys, monkeypatch, biased
 ):
     wrong_rope(monkeypatch)
-    monkeypatch.setattr(reference, "inverse_frequencies", layers.inverse_frequencies)
+    monkeypatch.setattr(attention, "inverse_frequencies", layers.inverse_frequencies)
     status, checks = verify(capsys, biased)
     assert status == 1 and verdict(checks, LAYERS) is True and verdict(checks, THEIRS) is False
 
