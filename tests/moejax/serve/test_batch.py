@@ -586,7 +586,7 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     assert capsys.readouterr().err == "moejax: 8 results, 8 of them from before, 1 errors\n"
     assert fake.made == 0
     with pytest.raises(SystemExit):
-        command("--help")
+        command("--help-all")
     assert "3 a file is done and some results\n  are errors" in capsys.readouterr().out
 
 

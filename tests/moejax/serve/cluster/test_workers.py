@@ -282,7 +282,7 @@ def test_turns_of_a_session_are_one_piece_of_work(monkeypatch):
             assert all(asked.tag is None for asked in pack(item))
             yield item, UserError("no") if len(item) == 1 else [*ran[-1]]
 
-    fake = SimpleNamespace(run=each, tokens=0)
+    fake = SimpleNamespace(run=each, tokens=0, chosen=None)
     monkeypatch.setattr(fleet_module, "Workers", lambda asked, warn: fake)
     turns = [("a", "s"), ("b", None), ("c", "s"), ("d", "t")]
     requests = [GenerationRequest(p, session_id=s, tag=i) for i, (p, s) in enumerate(turns)]
