@@ -20,7 +20,7 @@ import numpy as np
 
 from host_offload.memory.bounded_reads import PIECE, open_within, read_within
 from moejax.errors import UserError, shown
-from moejax.models.directory import open_regular, read_json, require_own_file
+from moejax.models.directory import open_regular, read_json, require_own_file, stamp_of
 from moejax.models.json_values import is_integer, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -127,7 +127,7 @@ class Shard:
             os.close(descriptor)
 
     def _require_unchanged(self, descriptor: int) -> None:
-        if _stamp(descriptor) != self.stamp:
+        if stamp_of(os.fstat(descriptor)) != self.stamp:
             raise UserError(
                 f"{self.path}: was written to while moejax read it; let that end, then try again"
             )
@@ -258,13 +258,6 @@ def _explain_nothing(directory: pathlib.Path) -> str:
     return f"{directory}: {wanted}"
 
 
-def _stamp(descriptor: int) -> tuple[int, ...]:
-    """Size in bytes and times in ns of the last write and change, which show whether a file has
-    changed since its header was read."""
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:
     """The error for a damaged or truncated safetensors file."""
     return UserError(
@@ -285,7 +278,7 @@ def read_header(path: pathlib.Path, directory: pathlib.Path | None = None) -> Sh
     start = b""
     try:
         with open_regular(path) as file:
-            stamp = _stamp(file.fileno())
+            stamp = stamp_of(os.fstat(file.fileno()))
             size = stamp[0]
             start = file.read(8)
             length = int.from_bytes(start, "little")

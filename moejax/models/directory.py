@@ -70,6 +70,12 @@ def open_regular(
     return BoundedFile(path, descriptor)
 
 
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Size in bytes and times in ns of the last write and change of a file, which show whether it
+    has changed since its header was read."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
     """The bytes of a file. Arguments and errors: see open_regular."""
     with io.BufferedReader(open_regular(path, most, what)) as file:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from moejax.errors import UserError, shown
-from moejax.models.directory import open_regular, require_own_file
+from moejax.models.directory import open_regular, require_own_file, stamp_of
 
 SUFFIX = ".gguf"
 
@@ -121,8 +121,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[GgufHeader, ...]:
 
 def _read(path: pathlib.Path) -> GgufHeader:
     require_own_file(path)
-    status = path.stat()
-    return _read_once(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return _read_once(path, stamp_of(path.stat()))
 
 
 @functools.lru_cache(maxsize=4)
