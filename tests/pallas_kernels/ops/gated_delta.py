@@ -1,15 +1,18 @@
 """gated_delta against a float64 recurrence; states to the bit however steps divide the tokens."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_delta import DeltaHeads, DeltaOptions, DeltaWeights, api
 from pallas_kernels.gated_delta.specs import SPECS, Spec
 from pallas_kernels.state_pages import Sequences, StatePage, state_rows
-from tests.pallas_kernels import contract
-from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
+from tests.pallas_kernels import contract, states
+from tests.pallas_kernels.contract import Contract, Mutant, compiled, draw, same_bits, wide
+from tests.pallas_kernels.states import STACK_LAYER, check_steps, new_pages, one_run, stacked
 
-STACK_LAYER, COLUMNS = 1, 30
+COLUMNS = 30
 
 
 def options_of(spec, implementation):
@@ -23,22 +26,16 @@ def case(spec, seed):
     rng, shape = np.random.default_rng(seed), spec.shape
     tokens, page = sum(spec.lengths), options_of(spec, "xla").page
     gates = tokens, shape.value_heads
-    stacked = (2, shape.columns, shape.taps), (2, shape.value_heads), (2, shape.decays)
-    weights = [np.full(each, np.nan, np.float32) for each in stacked]
-    for each in weights:
-        each[STACK_LAYER] = draw(rng, each.shape[1:], "float32", 0.5)
-    count = page.pages(spec.layers)
-    pages = rng.permutation(len(spec.lengths) * count) * page.page_rows + 1  # an odd row before
-    rows = -(-(pages.max() + page.page_rows) * page.row_elements // COLUMNS)
-    rows += -rows % page.row_elements  # whole KV rows
+    sizes = (shape.columns, shape.taps), (shape.value_heads,), (shape.decays,)
+    weights = [stacked(rng, *each) for each in sizes]
+    arena, pages = new_pages(rng, spec, page, COLUMNS)
     inputs = {
         "qkv": draw(rng, (tokens, shape.columns), spec.dtype),
         "beta": draw(rng, gates, spec.dtype),
         "decay": draw(rng, (tokens, shape.decays), spec.dtype),
         "weights": DeltaWeights(*weights, np.int32(STACK_LAYER)),
     }
-    arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
-    return inputs, arena, np.int32(pages.reshape(len(spec.lengths), count))
+    return inputs, arena, pages
 
 
 def run(spec, implementation, inputs, arena, sequences):
@@ -47,38 +44,7 @@ def run(spec, implementation, inputs, arena, sequences):
     return op(heads, inputs["weights"], arena, sequences, np.int32(spec.layers - 1))
 
 
-NAMES = ("qkv", "beta", "decay")
-
-
-def by_steps(spec, implementation, inputs, arena, pages, sizes, *, run=run, names=NAMES):
-    """Runs all tokens in steps of so many tokens a sequence, chunk after chunk as the engine does.
-
-    - `run`: of the op, as here.
-    - `names`: of the inputs that have a row a token.
-
-    Returns (out [T, values], arena)."""
-    ends = np.cumsum(spec.lengths)
-    starts, out, done = ends - spec.lengths, {}, np.zeros(len(ends), int)
-    for size in sizes:
-        runs = [s for s in range(len(ends)) if done[s] < spec.lengths[s]]
-        if not runs:
-            break
-        width = 8 if size > 1 else 1
-        begin = done[runs] // width * width
-        stop = np.minimum(np.minimum(done[runs] + size, begin + width), np.take(spec.lengths, runs))
-        place = np.minimum(starts[runs][:, None] + begin[:, None] + np.arange(width), ends[-1] - 1)
-        given = {name: inputs[name][place.reshape(-1)] for name in names}
-        where = Sequences(
-            pages[runs], np.int32(begin), np.int32(done[runs] - begin), np.int32(stop - begin),
-            np.int32(len(runs)),
-        )  # fmt: skip
-        got, arena = run(spec, implementation, inputs | given, arena, where)
-        got = np.asarray(got).reshape(len(runs), width, -1)
-        for i, s in enumerate(runs):
-            for t in range(done[s], stop[i]):
-                out[starts[s] + t] = got[i, t - begin[i]]
-        done[runs] = stop
-    return np.stack([out[t] for t in range(ends[-1])]), np.asarray(arena)
+by_steps = functools.partial(states.by_steps, run=run, names=("qkv", "beta", "decay"))
 
 
 def recurrence(spec, inputs):
@@ -111,11 +77,7 @@ def recurrence(spec, inputs):
 
 
 def check(spec, implementation):
-    for seed in contract.SEEDS:
-        inputs, arena, pages = case(spec, seed)
-        for sizes in ([8] * 8, [1] * 16):
-            got, _ = by_steps(spec, implementation, inputs, arena, pages, sizes)
-            close("gated_delta", spec.dtype, got, recurrence(spec, inputs))
+    check_steps("gated_delta", spec, implementation, case, by_steps, recurrence)
 
 
 def bits_of_any_split(implementation):
@@ -168,8 +130,7 @@ def refused(changed, options):
     inputs, arena, pages = case(spec, 0)
     inputs |= {name: np.zeros(shape, np.float32) for name, shape in changed.items()}
     heads = DeltaHeads(inputs["qkv"], inputs["beta"], inputs["decay"])
-    one = np.zeros(1, np.int32)
-    where = Sequences(pages, one, one, one + 3, np.int32(1))
+    where = one_run(pages, 3)
     given = options_of(spec, options.get("implementation", "xla"))
     return api.gated_delta(heads, inputs["weights"], arena, where, 0, given)
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from pallas_kernels.selective_scan import ScanInputs, ScanOptions, ScanShape, ScanWeights, api
 from pallas_kernels.selective_scan.specs import SPECS, Spec
-from pallas_kernels.state_pages import Sequences, StatePage, state_rows
-from tests.pallas_kernels import contract
-from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
-from tests.pallas_kernels.ops import gated_delta
+from pallas_kernels.state_pages import StatePage, state_rows
+from tests.pallas_kernels import contract, states
+from tests.pallas_kernels.contract import Contract, Mutant, compiled, draw, same_bits, wide
+from tests.pallas_kernels.states import STACK_LAYER, check_steps, new_pages, one_run, stacked
 
-STACK_LAYER, COLUMNS, FIRST_ROW = 1, 30, 2
+COLUMNS, FIRST_ROW = 30, 2
 
 
 def options_of(spec, implementation):
@@ -29,20 +29,14 @@ def case(spec, seed):
     rng, shape = np.random.default_rng(seed), spec.shape
     page, tokens = options_of(spec, "xla").page, sum(spec.lengths)
     rates = (shape.steps, shape.state) if shape.each else (shape.steps,)
-    weights = [np.full((2, *each), np.nan, np.float32) for each in (rates, *[rates[:1]] * 2)]
-    for each in weights:
-        each[STACK_LAYER] = draw(rng, each.shape[1:], "float32", 0.5)
-    count = page.pages(spec.layers)
-    pages = rng.permutation(len(spec.lengths) * count) * page.page_rows + 1  # an odd row before
-    rows = -(-(pages.max() + page.page_rows) * page.row_elements // COLUMNS)
-    rows += -rows % page.row_elements  # whole KV rows
+    weights = [stacked(rng, *each) for each in (rates, *[rates[:1]] * 2)]
+    arena, pages = new_pages(rng, spec, page, COLUMNS)
     inputs = {
         "xbc": draw(rng, (tokens, shape.columns), spec.dtype),
         "dt": draw(rng, (tokens, shape.steps), spec.dtype),
         "weights": ScanWeights(*weights, np.int32(STACK_LAYER)),
     }
-    arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
-    return inputs, arena, np.int32(pages.reshape(len(spec.lengths), count))
+    return inputs, arena, pages
 
 
 def run(spec, implementation, inputs, arena, sequences):
@@ -51,7 +45,7 @@ def run(spec, implementation, inputs, arena, sequences):
     return op(given, inputs["weights"], arena, sequences, np.int32(spec.layers - 1))
 
 
-by_steps = functools.partial(gated_delta.by_steps, run=run, names=("xbc", "dt"))
+by_steps = functools.partial(states.by_steps, run=run, names=("xbc", "dt"))
 
 
 def recurrence(spec, inputs):
@@ -79,11 +73,7 @@ def recurrence(spec, inputs):
 
 
 def check(spec, implementation):
-    for seed in contract.SEEDS:
-        inputs, arena, pages = case(spec, seed)
-        for sizes in ([8] * 8, [1] * 16):
-            got, _ = by_steps(spec, implementation, inputs, arena, pages, sizes)
-            close("selective_scan", spec.dtype, got, recurrence(spec, inputs))
+    check_steps("selective_scan", spec, implementation, case, by_steps, recurrence)
 
 
 def bits_of_any_split(implementation):
@@ -107,8 +97,7 @@ def refused(changed, options):
     spec = Spec((3,), "float32")
     inputs, arena, pages = case(spec, 0)
     inputs |= {name: np.zeros(shape, np.float32) for name, shape in changed.items()}
-    one = np.zeros(1, np.int32)
-    where = Sequences(pages, one, one, one + 3, np.int32(1))
+    where = one_run(pages, 3)
     given = options_of(spec, options.get("implementation", "xla"))
     page = given.page._replace(first_row=options.get("first_row", FIRST_ROW))
     given = dataclasses.replace(given, page=page)

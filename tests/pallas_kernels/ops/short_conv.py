@@ -8,8 +8,9 @@ from pallas_kernels.short_conv.specs import SPECS, Spec
 from pallas_kernels.state_pages import Sequences, StatePage, state_rows
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
+from tests.pallas_kernels.states import STACK_LAYER, new_pages, one_run, stacked
 
-STACK_LAYER, COLUMNS = 1, 40
+COLUMNS = 40
 
 
 def options_of(spec, implementation):
@@ -40,17 +41,12 @@ def by_steps(spec, implementation, inputs, sizes):
 
 def case(spec, seed):
     rng, page = np.random.default_rng(seed), options_of(spec, "xla").page
-    weights = np.full((2, spec.width, spec.taps), np.nan, np.float32)
-    weights[STACK_LAYER] = draw(rng, weights.shape[1:], "float32", 0.5)
-    count = page.pages(spec.layers)
-    pages = rng.permutation(len(spec.lengths) * count) * page.page_rows + 1
-    rows = -(-(pages.max() + page.page_rows) * page.row_elements // COLUMNS)
-    rows += -rows % page.row_elements
+    weights = stacked(rng, spec.width, spec.taps)
+    arena, pages = new_pages(rng, spec, page, COLUMNS)
     x = draw(rng, (sum(spec.lengths), spec.width), spec.dtype)
-    arena = np.full((rows, COLUMNS), contract.POISON, np.uint16)
     bias = draw(rng, (2, spec.width), "float32") if spec.silu else None
     given = ConvWeights(weights, np.int32(STACK_LAYER), bias)
-    return x, given, arena, np.int32(pages.reshape(len(spec.lengths), count))
+    return x, given, arena, pages
 
 
 def check(spec, implementation):
@@ -85,8 +81,7 @@ def bits_of_any_split(implementation):
 
 def refused(shape, options):
     x, weights, arena, pages = case(Spec((3,), "float32"), 0)
-    one = np.ones(1, np.int32)
-    runs = Sequences(pages, 0 * one, 0 * one, 3 * one, np.int32(1))
+    runs = one_run(pages, 3)
     given = options_of(Spec((3,), "float32"), options.get("implementation", "xla"))
     return api.short_conv(np.zeros(shape, x.dtype), weights, arena, runs, 0, given)
 
