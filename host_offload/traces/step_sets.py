@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import routed_counts
+from host_offload.control.interface import Spec, routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
@@ -52,6 +52,16 @@ def needed_experts(trace: Trace) -> np.ndarray:
         )
     needed = np.array([step.active for step in steps], bool)
     return needed.reshape(-1, trace.header.layers, trace.header.experts)
+
+
+def check_future(needed: np.ndarray, spec: Spec) -> None:
+    """Raises ValueError if the experts that a run needs, bool[T, L, E], are of another model."""
+    _, layers, experts = needed.shape
+    if (spec.layers, spec.experts) != (layers, experts):
+        raise ValueError(
+            f"the future is of a model with {layers} layers of {experts} experts, "
+            f"this one has {spec.layers} of {spec.experts}"
+        )
 
 
 def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:

@@ -158,7 +158,12 @@ _OF_CODE = ("model name", "flags", "CPU ", "Features")
 
 def _processor() -> str:
     """The processor's name and instructions, which compiled code depends on."""
+    lines = processor_lines()
+    return "\n".join(line for line in lines if line.startswith(_OF_CODE)) if lines else "unknown"
+
+
+def processor_lines() -> list[str]:
+    """Lines of /proc/cpuinfo on the first processor; none where there is no such file."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        lines = file.read(1 << 14).partition("\n\n")[0].splitlines()
-        return "\n".join(line for line in lines if line.startswith(_OF_CODE))
-    return "unknown"
+        return file.read(1 << 14).partition("\n\n")[0].splitlines()
+    return []

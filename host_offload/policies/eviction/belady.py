@@ -9,7 +9,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.traces.reader import Trace
-from host_offload.traces.step_sets import needed_experts
+from host_offload.traces.step_sets import check_future, needed_experts
 from pallas_kernels.plan.victim import MAX_PRIOR
 
 MAX_DUE = np.iinfo(np.int32).max
@@ -43,12 +43,8 @@ class Belady:
     victim_weights: tuple[int, int, int] = (0, 0, 1)
 
     def init(self, spec: Spec) -> Future:
+        check_future(self.needed, spec)
         steps, layers, experts = self.needed.shape
-        if (spec.layers, spec.experts) != (layers, experts):
-            raise ValueError(
-                f"the future is of a model with {layers} layers of {experts} experts, "
-                f"this one has {spec.layers} of {spec.experts}"
-            )
         never = np.full((1, layers, experts), steps + MAX_PRIOR)
         due = np.where(self.needed, np.arange(steps)[:, None, None], never)
         due = np.minimum.accumulate(np.concatenate([due, never])[::-1], axis=0)[::-1]

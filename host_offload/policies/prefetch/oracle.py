@@ -8,7 +8,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, State
 from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.step_sets import needed_experts
+from host_offload.traces.step_sets import check_future, needed_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,7 @@ class Oracle:
     writes: frozenset[str] = frozenset({"stages"})
 
     def init(self, spec: Spec) -> None:
-        _, layers, experts = self.needed.shape
-        if (spec.layers, spec.experts) != (layers, experts):
-            raise ValueError(
-                f"the future is of a model with {layers} layers of {experts} experts, "
-                f"this one has {spec.layers} of {spec.experts}"
-            )
+        check_future(self.needed, spec)
         if self.horizon < 1:
             raise ValueError(f"horizon must be at least 1, not {self.horizon}")
 

@@ -47,6 +47,7 @@ from moejax.evaluate.experiments.sources.corpus import Prompts
 from moejax.progress import count_progress
 from moejax.start.build import router_weights
 from moejax.start.provenance import DEFAULTS
+from moejax.step.kept_programs import processor_lines
 
 TRACES = "traces"
 """The folder in a directory of results that has the routing."""
@@ -201,10 +202,8 @@ def _session(session: str, group: Group, started: Mapping[str, Any]) -> dict[str
 
 
 def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-        return next(names, platform.machine())
-    return platform.processor() or platform.machine()
+    lines = (line for line in processor_lines() if line.startswith("model name"))
+    return next((line.partition(":")[2].strip() for line in lines), platform.machine())
 
 
 @functools.cache

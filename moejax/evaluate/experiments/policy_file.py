@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -34,15 +35,15 @@ def _note_open(event: str, args: tuple[Any, ...]) -> None:
             found.append(Path(os.path.abspath(path)))
 
 
-_hooks: list[Any] = []  # an audit hook stays for the life of a process, so there is one
+@functools.cache  # an audit hook stays for the life of a process, so there is one
+def _listen() -> None:
+    sys.addaudithook(_note_open)
 
 
 @contextlib.contextmanager
 def record_reads() -> Iterator[list[Path]]:
     """Yields a list that gets the path of each file that this thread opens through Python."""
-    if not _hooks:
-        sys.addaudithook(_note_open)
-        _hooks.append(_note_open)
+    _listen()
     before, _reading.found = getattr(_reading, "found", None), []
     try:
         yield _reading.found

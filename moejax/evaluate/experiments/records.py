@@ -115,15 +115,11 @@ class Records:
             row.get(name) != value for row in whole[1:] for name, value in counts.items()
         )
         place = {**found, "policy": self.asked["baseline"]}
-        others = cells.get(tuple(place[key] for key in PLACE), ())
-        pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
-        apart = {row["repeat"]: row for row in others if row["error"] is None}
-        found["ratio_apart"] = not any((row["repeat"], row["session"]) in pairs for row in whole)
-        pair_of = (
-            (lambda row: apart.get(row["repeat"]))
-            if found["ratio_apart"]
-            else (lambda row: pairs.get((row["repeat"], row["session"])))
-        )
+        of_baseline = cells.get(tuple(place[key] for key in PLACE), ())
+        others = [row for row in of_baseline if row["error"] is None]
+        same_start = {_pairing(row) for row in others}
+        apart = found["ratio_apart"] = same_start.isdisjoint(_pairing(row) for row in whole)
+        pairs = {_pairing(row, apart): row for row in others}
         for name in TIMES:
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
@@ -132,7 +128,7 @@ class Records:
             ratios = [
                 row[name] / pair[name]
                 for row in whole
-                if (pair := pair_of(row)) and row.get(name) and pair.get(name)
+                if (pair := pairs.get(_pairing(row, apart))) and row.get(name) and pair.get(name)
             ]
             if ratios:
                 found |= _median(f"{name}_ratio", ratios)
@@ -163,6 +159,14 @@ class Records:
         except ImportError as error:
             raise UserError("to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame([dict(row) for row in self.rows])
+
+
+def _pairing(row: Line, apart: bool = False) -> tuple[Any, ...]:
+    """Returns what a record and the baseline's that it is compared with share.
+
+    - `apart`: whether they are of different starts.
+    """
+    return row["repeat"], None if apart else row["session"]
 
 
 def _place(row: Line) -> tuple[Any, ...]:

@@ -99,12 +99,13 @@ def run(engine: Engine, workload: Workload) -> dict[str, Any]:
         engine.listener = None
     spent = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - processor}
     transfers: Mapping[str, Mapping[str, int]] = {}
+    columns |= counter.columns()
     if control is not None:
         control.controller.finish()
-        steps = sum(counter.columns()[f"{kind}_steps"] for kind in KINDS)
+        steps = sum(columns[f"{kind}_steps"] for kind in KINDS)
         spent["policy_s"] = control.controller.policy_s / max(steps, 1)
         transfers = control.controller.stats()["transfers"]
-    return {**columns, **counter.columns(), **transfer_columns(transfers), **spent}
+    return {**columns, **transfer_columns(transfers), **spent}
 
 
 class Counter:

@@ -14,7 +14,7 @@ import yaml
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import Records
-from moejax.evaluate.experiments.report.figures import draw, plots_of, points_of
+from moejax.evaluate.experiments.report.figures import Plot, draw, plots_of, points_of
 from moejax.evaluate.experiments.report.tables import Table, panels, tables_of
 
 ABOUT = """\
@@ -43,15 +43,15 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
     file cannot be written."""
     if not records.rows:
         raise UserError(f"{records.directory} has no records yet; run moejax ablate first")
-    plots = _plots(records)
+    figures = _figures(records)
+    plots = {title: {p.name: draw(p) for p in each} for title, each in figures.items()}
     files = {f"report.{kind}": page(records, plots, kind) for kind in ("html", "md")}
     for table in tables_of(records):
         files[f"{_stem(table.title)}.csv"] = _csv([table.headings, *table.rows])
-    for title, drawn in plots.items():
-        files |= {f"{_stem(title)}-{name}.svg": svg for name, svg in drawn.items()}
-    for panel in panels(records) if plots else ():
-        for plot in plots_of(panel):
-            files[f"{_stem(panel.title)}-{plot.name}.csv"] = _csv(points_of(plot))
+    for title, each in figures.items():
+        for plot in each:
+            files[f"{_stem(title)}-{plot.name}.svg"] = plots[title][plot.name]
+            files[f"{_stem(title)}-{plot.name}.csv"] = _csv(points_of(plot))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -74,16 +74,13 @@ def _stem(title: str) -> str:
     return "report-" + re.sub(r"[^\w.-]+", "-", title)[:100]
 
 
-def _plots(records: Records) -> Plots:
-    """Draws the plots of all panels; none without matplotlib."""
+def _figures(records: Records) -> dict[str, list[Plot]]:
+    """Returns the plots of each panel by its title; none without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         return {}
-    return {
-        panel.title: {plot.name: draw(plot) for plot in plots_of(panel)}
-        for panel in panels(records)
-    }
+    return {panel.title: list(plots_of(panel)) for panel in panels(records)}
 
 
 def page(records: Records, plots: Plots, kind: str = "html") -> str:
