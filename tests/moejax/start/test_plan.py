@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import jax
@@ -75,6 +76,7 @@ def test_decide_touches_no_device(options, monkeypatch):
         options, costs = {"cells": f"uniform,split={recorded()[0]}"}, COSTS.costs()
     for name in ("device_put", "device_get", "jit"):
         monkeypatch.setattr(jax, name, refuse)
+    gc.collect()  # arrays of earlier tests, which would be freed in between
     before = len(jax.live_arrays())
     plan = planned(costs, **options)
     assert len(jax.live_arrays()) == before
