@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,8 @@ LOOK_S = 1.0
 """Seconds between two looks at the running steps."""
 AGAIN_S = 0.05
 """Seconds after which Ctrl-C is tried again where no error can be raised."""
+AGAIN = 0
+"""The byte that asks for this; signals write their numbers."""
 
 
 @contextmanager
@@ -132,27 +135,38 @@ def end_where_stuck(seconds: float, status: int, error_status: int) -> None:
     - `status`: the exit status.
     - `error_status`: the exit status if a step runs for longer than STEP_S, without Ctrl-C.
     """
-    global _error_status
+    global _error_status, _wake
     _error_status = error_status
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _leave):
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # works in native code too
+    _wake = writer
+
+    def judge(came: float) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        ours = getattr(handler, "__module__", None) == __name__
+        # The handler may have run a moment before this thread reads the signal.
+        if ours and _answered < came - 0.2:
+            _end(b"a disk or a compilation", status)
+        if any(step.hangs(time.monotonic() - came) for step in tuple(_running)):
+            _end(b"a step of the engine", status)
 
     def watch() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        came: list[float] = []
         while True:
-            if signal.SIGINT not in os.read(reader, 64):
-                continue
-            came = time.monotonic()
-            time.sleep(seconds)
-            handler = signal.getsignal(signal.SIGINT)
-            ours = getattr(handler, "__module__", None) == __name__
-            # The handler may have run a moment before this thread reads the signal.
-            if ours and _answered < came - 0.2:
-                _end(b"a disk or a compilation", status)
-            if any(step.hangs(time.monotonic() - came) for step in tuple(_running)):
-                _end(b"a step of the engine", status)
+            if not came or select.select([reader], [], [], AGAIN_S)[0]:
+                read = os.read(reader, 64)
+                if signal.SIGINT in read:
+                    came.append(time.monotonic())
+                if AGAIN in read:
+                    time.sleep(AGAIN_S)
+                    signal.pthread_kill(main, signal.SIGINT)
+            while came and time.monotonic() - came[0] >= seconds:
+                judge(came.pop(0))
 
     threading.Thread(target=watch, name="moejax-interrupt", daemon=True).start()
     signal.signal(signal.SIGINT, _interrupt)  # last: until now the process just ends
@@ -165,6 +179,8 @@ def _end(waited: bytes, status: int) -> None:
 
 _error_status: int | None = None
 """The exit status of a command whose step hangs; None: this process is no command."""
+_wake = -1
+"""Where a byte wakes the thread that watches signals."""
 _answered = 0.0
 """time.monotonic() when a Python handler last ran for SIGINT."""
 
@@ -177,10 +193,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     global _answered
     _answered = time.monotonic()
     if _loses_errors(frame):
-        main = threading.main_thread().ident
-        again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, number))
-        again.daemon = True
-        again.start()
+        with suppress(BlockingIOError):  # full of signals: one of them comes again anyway
+            os.write(_wake, bytes([AGAIN]))
     else:
         signal.default_int_handler(number, frame)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -155,7 +156,7 @@ class Talk:
         params = self._params
         if self._fits:
             room = self._llm.engine.scheduler.max_model_len - len(self._llm.encoder(prompt)[1])
-            params = dataclasses.replace(params, max_tokens=max(1, min(MOST, room)))
+            params = dataclasses.replace(params, max_tokens=min(MOST, room) if room > 0 else None)
         pieces: list[str] = []
         with writer, suppress(KeyboardInterrupt):  # the iterator is closed with its last reference
             for piece in self._llm.stream(prompt, params, session_id=SESSION):
@@ -240,11 +241,16 @@ def end_of_parts(text: str) -> int:
     """Returns where the last whole part of a markdown text ends: at an empty line that is in no
     block of code."""
     end = at = 0
-    fenced = False
+    fence = ""
     for line in text.splitlines(keepends=True):
         at += len(line)
-        if line.lstrip().startswith(("```", "~~~")):
-            fenced = not fenced
-        elif not fenced and line == "\n":
+        if fence:
+            # A block ends with a line of its own sign alone, at least as often as it began.
+            rest = line.strip()
+            if rest.startswith(fence) and not rest.strip(fence[0]):
+                fence = ""
+        elif found := re.match(r"\s*(`{3,}(?=[^`]*$)|~{3,})", line):
+            fence = found[1]
+        elif line == "\n":
             end = at
     return end

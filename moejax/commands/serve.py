@@ -58,7 +58,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=1024,
         metavar="N",
-        help="most requests at once, running and waiting; more get status 503 (default: 1024)",
+        help="most requests at once, running and waiting, one with n=5 as 5; more get status 503 "
+        "(default: 1024)",
     )
     server.add_argument(
         "--timeout",

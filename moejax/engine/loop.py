@@ -33,6 +33,7 @@ from moejax.engine.step_work import (
 )
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import RunningStep, deferred_interrupt
+from moejax.requests.first_check import require_room
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
@@ -200,6 +201,8 @@ class Engine:
                 "log-probabilities of a prompt need all of it computed, and a session's turn takes "
                 "over what is there; leave out session_id or prompt_logprobs"
             )
+        if targets is None:
+            require_room(len(prompt), params.max_tokens, self.scheduler.max_model_len)
         most = self._room(prompt) if params.max_tokens is None else params.max_tokens
         self.scheduler.check(
             len(prompt), 0 if targets is not None else max(most, params.min_tokens)

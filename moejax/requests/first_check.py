@@ -15,8 +15,15 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import load_tokenizer
 
 
-def require_room(prompt_tokens: int, to_generate: int, max_model_len: int) -> None:
-    """Raises UserError for a request that is longer than max_model_len."""
+def require_room(prompt_tokens: int, to_generate: int | None, max_model_len: int) -> None:
+    """Raises UserError for a request that is longer than max_model_len. to_generate: max_tokens."""
+    if to_generate is None:
+        if prompt_tokens >= max_model_len:
+            raise UserError(
+                f"the prompt has {prompt_tokens} tokens and leaves no room for an answer, "
+                f"max_model_len is {max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        return
     total = prompt_tokens + to_generate
     if total > max_model_len:
         raise UserError(
@@ -68,6 +75,5 @@ def check_first(
     longest = max_model_len or config.max_position_embeddings
     with closing(PromptEncoder(known, str(model), longest)) as encoder:
         _, ids = encoder(prompt)
-    if params.max_tokens is not None:
-        require_room(len(ids), params.max_tokens, longest)
+    require_room(len(ids), params.max_tokens, longest)
     return ids if isinstance(prompt, Mapping) else prompt

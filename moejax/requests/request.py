@@ -146,7 +146,10 @@ class Request:
 
     @functools.cached_property
     def to_generate(self) -> int:
-        return 0 if self.targets is not None else self.params.max_tokens or 0
+        if self.targets is not None:
+            return 0
+        assert self.params.max_tokens is not None, "Engine.add gives it a number"
+        return self.params.max_tokens
 
     @property
     def prefill_done(self) -> bool:

@@ -190,7 +190,7 @@ class _Answers:
         outputs = self.served.generate(
             *(one.prompt, one.sampling_params), priority=one.priority, last_only=not asked.stream
         )
-        outputs = self.limits.within(outputs)
+        outputs = self.limits.within(outputs, one.sampling_params.n)
         return outputs, await anext(outputs)
 
     def _head(self, asked: Asked) -> dict[str, Any]:

@@ -23,25 +23,28 @@ BODY_S = 60.0
 class Limits:
     """Limits of a server, and what counts towards them.
 
-    - `requests`: most requests at once, running and waiting.
+    - `requests`: most requests at once, running and waiting; one with `n` sequences counts as n.
     - `seconds`: most seconds of one request, waiting included; None: any number.
     """
 
     requests: int = 1024
     seconds: float | None = None
     now: int = dataclasses.field(default=0, init=False)
-    """Requests that run or wait."""
+    """Sequences that run or wait."""
 
     async def within(
-        self, outputs: AsyncGenerator[RequestOutput, None]
+        self, outputs: AsyncGenerator[RequestOutput, None], sequences: int = 1
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields a request's outputs. Raises Refusal with status 503 if there are too many
-        requests, and 504 if its time is over, which cancels it."""
-        if self.now >= self.requests:
+        """Yields a request's outputs. Raises Refusal with status 400 if it alone has too many
+        sequences, 503 if there are too many requests, and 504 if its time is over, which cancels
+        it."""
+        if sequences > self.requests:
+            raise Refusal(400, f"n is {sequences}, the most here is {self.requests}", "n")
+        if self.now + sequences > self.requests:
             raise Refusal(503, f"{self.requests} requests run or wait, the most here; try later")
         loop = asyncio.get_running_loop()
         until = None if self.seconds is None else loop.time() + self.seconds
-        self.now += 1
+        self.now += sequences
         try:
             async with aclosing(outputs):
                 finished = False
@@ -55,7 +58,7 @@ class Limits:
                 raise
             raise Refusal(504, f"the answer took more than {self.seconds:g} s, the most") from None
         finally:
-            self.now -= 1
+            self.now -= sequences
 
 
 async def read_body(request: Request) -> bytes:

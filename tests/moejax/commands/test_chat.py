@@ -97,6 +97,15 @@ def test_an_answer_is_shown_as_markdown_whole_and_in_order():
     assert "**" not in shown[0] and "```" not in shown[0]
 
 
+@pytest.mark.parametrize("fence", ["````", "~~~~~", "  ````"])
+def test_a_block_of_code_may_hold_fences_and_empty_lines(fence):
+    block = f"{fence}md\n```python\n\na\n```\n\n~~~\n\n"
+    assert chat.end_of_parts(f"one\n\n{block}") == len("one\n\n")
+    whole = f"{block}{fence}\n\n"
+    whole += "```inline``` code\n\n"
+    assert chat.end_of_parts(f"{whole}b") == len(whole)
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

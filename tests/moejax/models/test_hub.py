@@ -7,6 +7,8 @@ import hashlib
 import http.server
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ import pytest
 from moejax.errors import UserError
 from moejax.models.hub import is_hub_id
 from moejax.start.options import Config
-from tests.conftest import DEMO
+from tests.conftest import DEMO, REPOSITORY
 
 COMMIT = "a" * 40
 RUN = """
@@ -145,26 +147,20 @@ def test_a_model_is_downloaded_once_and_then_needs_no_network(hub, tmp_path):
 
 @pytest.mark.slow
 def test_from_a_hub_id_to_a_text(hub, tmp_path):
-    """The first example of docs/tutorials/real_model.md, from an empty cache."""
+    """README's example of a model from the hub, from an empty cache."""
+    (line,) = re.findall(r"^moejax (.*--model .*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    asked = shlex.split(line)
+    at = asked.index("--model") + 1
     environment = os.environ | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(tmp_path),
         "HF_HUB_DISABLE_XET": "1",
     }
-    options = ["--expert-budget", "25%", "--max-tokens", "8", "--temperature", "0"]
     texts = []
     for model in ("org/demo", "org/demo", str(DEMO)):
+        asked[at] = model
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "moejax",
-                "generate",
-                "The old house",
-                "--model",
-                model,
-                *options,
-            ],
+            [sys.executable, "-m", "moejax", *asked, "--max-tokens", "8", "--temperature", "0"],
             env=environment,
             capture_output=True,
             text=True,

@@ -12,7 +12,14 @@ from moejax import LLM, SamplingParams
 from tests.conftest import PACKAGED_DEMO
 from tests.moejax.quantized_models import quantized_model
 from tests.moejax.serve.conftest import LIMITS
-from tests.moejax.serve.http.test_http import MESSAGES, TEMPLATE, Served
+from tests.moejax.serve.http.test_http import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    TEMPLATE,
+    Served,
+    ask_by_harness,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -33,12 +40,13 @@ def served(request, shared, tmp_path):
         prompts = ["The old house", {"messages": MESSAGES}]
         texts = [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)]
         server = Served(llm, key=None)
-        yield f"http://127.0.0.1:{server.port}", texts
+        yield server.port, texts
         server.close()
 
 
-def test_clients_get_the_texts_of_generate(served):
-    url, (story, answer) = served
+def test_clients_get_the_texts_of_generate(served, tmp_path, monkeypatch):
+    port, (story, answer) = served
+    url = f"http://127.0.0.1:{port}"
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         done = client.completions.create(
@@ -56,3 +64,6 @@ def test_clients_get_the_texts_of_generate(served):
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
         message = other.messages.create(**asked, extra_body={"temperature": 0})
         assert "".join(part.text for part in message.content) == answer
+    for path in (COMPLETIONS, CHAT):  # the template is the message alone
+        found = ask_by_harness(monkeypatch, tmp_path, port, path, "none")
+        assert found["The old house"] == story.split(".")[0]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -565,36 +566,47 @@ def test_hosts_and_origins_of_the_command(monkeypatch):
     assert command._names("https://a, https://b") == ["https://a", "https://b"]
 
 
-@pytest.mark.torch
-@pytest.mark.slow
-def test_the_harness_as_a_client(server, tmp_path, monkeypatch):
-    """lm_eval --model local-chat-completions."""
+def ask_by_harness(monkeypatch, folder: Path, port: int, url: str, key: str) -> dict[str, str]:
+    """What `lm_eval --model local-chat-completions` (or local-completions, by the url) is answered
+    by a server on this machine: question -> text."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
+    monkeypatch.setenv("OPENAI_API_KEY", key)
     questions = ["The old house", "It was a cold evening", "Anna said"]
-    file = tmp_path / "made.jsonl"
+    file = folder / "made.jsonl"
     file.write_text("".join(json.dumps({"q": each, "a": "x"}) + "\n" for each in questions))
-    (tmp_path / "made.yaml").write_text(HARNESS_TASK.format(file=file))
-    url = f"http://127.0.0.1:{server.port}{CHAT}"
+    (folder / "made.yaml").write_text(HARNESS_TASK.format(file=file))
+    base = f"http://127.0.0.1:{port}{url}"
+    plain = ",tokenizer_backend=None,tokenized_requests=False" if url == COMPLETIONS else ""
     found = simple_evaluate(
-        model="local-chat-completions",
-        model_args=f"base_url={url},model=tiny,num_concurrent=2,max_retries=1",
+        model="local-completions" if plain else "local-chat-completions",
+        model_args=f"base_url={base},model=tiny,num_concurrent=2,max_retries=1{plain}",
         tasks=["made"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        apply_chat_template=True,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        apply_chat_template=not plain,
         log_samples=True,
     )
     answers = [sample["resps"][0][0] for sample in found["samples"]["made"]]
-    for question, text in zip(questions, answers, strict=True):
-        messages = [{"role": "user", "content": question}]
-        body = {"messages": messages, "temperature": 0, "max_tokens": 12, "stop": ["."], "seed": 1}
-        _, answer = server.ask(CHAT, body)
-        assert answer["choices"][0]["message"]["content"] == text
+    return dict(zip(questions, answers, strict=True))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_the_harness_as_a_client(server, tmp_path, monkeypatch, url):
+    found = ask_by_harness(monkeypatch, tmp_path, server.port, url, "secret")
+    for question, text in found.items():
+        asked = {"messages": [{"role": "user", "content": question}]}
+        asked = asked if url == CHAT else {"prompt": question}
+        _, answer = server.ask(
+            url, asked | {"temperature": 0, "max_tokens": 12, "stop": ["."], "seed": 1}
+        )
+        choice = answer["choices"][0]
+        assert (choice["message"]["content"] if url == CHAT else choice["text"]) == text
 
 
 def test_other_types_of_body_are_refused(server):
@@ -663,7 +675,7 @@ def test_what_the_command_needs_is_said_before_the_model_is_read(monkeypatch, ca
 
 def test_too_many_requests_and_one_that_takes_too_long(server, monkeypatch):
     second = Served.__new__(Served)
-    few = limits.Limits(requests=1, seconds=0.5)
+    few = limits.Limits(requests=64, seconds=0.5)
     second.listen(http_app.make_app(server.llm, server.served, "tiny", limits=few))
     monkeypatch.setattr(limits, "BODY_S", 0.3)
     try:
@@ -671,6 +683,7 @@ def test_too_many_requests_and_one_that_takes_too_long(server, monkeypatch):
         body = LONG | {"n": 64, "temperature": 1, "stream": True}  # 64 sequences in 4 rows
         connection, response = second.open("POST", COMPLETIONS, body)
         assert second.ask(COMPLETIONS, {"prompt": "x"})[0] == 503
+        assert second.ask(COMPLETIONS, {"prompt": "x", "n": 65})[0] == 400
         events = [e for e in response.read().decode().split("\n\n") if '"error"' in e]
         assert len(events) == 1 and "the answer took more than 0.5 s" in events[0]
         connection.close()
