@@ -1,4 +1,5 @@
-"""Adds versions of the experts to a store, encoded from its dense version."""
+"""Adds versions of the experts to a store, encoded from its dense version or from the format of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from host_offload.memory.record_source import read_records
 from host_offload.memory.store import ExpertStore, StoreBuilder
-from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, decode, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
-from pallas_kernels.records import RecordFormat
+from pallas_kernels.records import VERSIONS, RecordFormat
 
 _BATCH_BYTES = 64 << 20
 """Bytes of dense records encoded at once."""
@@ -34,15 +35,15 @@ def add_version(
 
     - `dtype`: the run's.
     - `rule`: chooses the scales of int versions.
-    - `progress`: called with (done, total) bytes of dense records.
+    - `progress`: called with (done, total) bytes of records.
     - `new_builder`: makes the array of the version.
 
-    Raises VersionError without a dense version, for weights that the version cannot hold, and for a
-    version that the store has already; ValueError as RecordFormat does; MemoryError as StoreBuilder
-    does.
+    Raises VersionError without a version to make it from, for weights that the version cannot hold,
+    and for a version that the store has already; ValueError as RecordFormat does; MemoryError as
+    StoreBuilder does.
     """
-    _require_dense(store, version)
-    layers = range(store.arrays["dense"].shape[0])
+    source = _source(store, version)
+    layers = range(store.arrays[source].shape[0])
     made, failed = _encoded(store, version, dtype, rule, progress, layers, new_builder=new_builder)
     if made is None:
         layer, (experts, reason) = next(iter(failed.items()))
@@ -66,7 +67,7 @@ def lossless_where_it_fits(
     VersionError where every layer overflows, and as add_version does.
     """
     version = "lossless12"
-    _require_dense(store, version)
+    _source(store, version)
     count = store.arrays["dense"].shape[0]
     made, failed = _encoded(store, version, dtype, rtn, progress, range(count), every=True)
     others = [version for version in store.versions if version != "dense"]
@@ -92,16 +93,22 @@ def lossless_where_it_fits(
     return ExpertStore(parts | store.only(others).versions), why
 
 
-def _require_dense(store: ExpertStore, version: str) -> None:
+def _source(store: ExpertStore, version: str | None = None) -> str:
+    """Returns the version that others are made from: dense, or else the checkpoint's own format.
+    Raises VersionError where the store has `version` already, or nothing to make it from."""
     if version in store.layouts:
         raise VersionError(f"the store has version {version} already")
     if "dense" not in store.layouts:
+        own = [name for name in store.layouts if name not in VERSIONS and name not in store.layers]
+        if own:
+            return own[0]
         raise VersionError(f"{version} is made from dense, which this store does not have")
     if "dense" in store.layers:
         raise VersionError(
             f"{version} is made from dense, which this store has of {len(store.layers['dense'])} "
             "layers only, those that overflow lossless12"
         )
+    return "dense"
 
 
 def _encoded(
@@ -122,8 +129,9 @@ def _encoded(
     Returns the store and {}. If the version cannot hold some experts, returns None and layer →
     (these experts, why).
     """
-    layout = dataclasses.replace(store.layouts["dense"], version=version, dtype=dtype)
-    array = store.arrays["dense"]
+    source = _source(store)
+    layout = dataclasses.replace(store.layouts[source], version=version, dtype=dtype)
+    array = store.arrays[source]
     failed: dict[int, tuple[list[int], str]] = {}
     done, total = 0, len(layers) * (array.nbytes // array.shape[0])
     device = next(iter(array.devices()))
@@ -153,13 +161,17 @@ def dense_weights(
     - `dtype`: the run's.
     - `layers`: which layers; None: all.
     """
-    layout, array = store.layouts["dense"], store.arrays["dense"]
+    source = _source(store)
+    layout, array = store.layouts[source], store.arrays[source]
     count, experts = array.shape[:2]
     batch = max(WORKERS, _BATCH_BYTES // layout.nbytes)
     for layer in range(count) if layers is None else layers:
         for first in range(0, experts, batch):
             records = read_records(array, layer, first, min(batch, experts - first))
-            yield layer, first, as_weights(records, layout, dtype)
+            weights = (
+                as_weights(records, layout, dtype) if source == "dense" else decode(records, layout)
+            )
+            yield layer, first, weights
 
 
 def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from host_offload.memory.record_source import RecordSource
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task, own_versions
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.gguf_tensors import GgufFile, open_gguf
 from moejax.checkpoints.orbax.layout import DENSE
@@ -59,11 +59,11 @@ class TensorCheckpoint(Checkpoint):
     places: Mapping[str, Place]
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Chooses the versions that the files have if CHECKPOINT alone is asked for; else dense.
-        Returns and raises as Checkpoint.hold."""
-        if [*versions] != [CHECKPOINT]:
+        """Chooses the versions that the files have if CHECKPOINT is asked for; else dense. Returns
+        and raises as Checkpoint.hold."""
+        if CHECKPOINT not in versions:
             return {DENSE: range(sum(self.config.moe_layers))}
-        return {**self.config.expert_layers}
+        return own_versions(self.config, versions)
 
     def record_files(
         self,

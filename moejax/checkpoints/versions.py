@@ -60,12 +60,12 @@ def with_versions(
     """Returns the model with a store of exactly these versions, in this order.
 
     Versions that the store lacks are encoded from the dense version, which is freed afterwards if
-    it is not in `wanted`. With lossless12 and without dense in `wanted`, layers with an expert that
-    lossless12 cannot hold stay dense. Each layer is then in one of the two arrays
-    (ExpertStore.layers), and the log says which layers stay dense and why.
+    it is not in `wanted`, or from the checkpoint's own format. With lossless12 and without dense in
+    `wanted`, layers with an expert that lossless12 cannot hold stay dense. Each layer is then in
+    one of the two arrays (ExpertStore.layers), and the log says which layers stay dense and why.
 
-    - `wanted`: names from pallas_kernels.records.VERSIONS, each once, or CHECKPOINT alone for the
-      store as it is.
+    - `wanted`: names from pallas_kernels.records.VERSIONS, each once, and CHECKPOINT for what the
+      store has; alone, for the store as it is.
     - `quantizer`: how int versions are made, one of QUANTIZERS.
     - `progress`: called with (version, bytes done, total bytes).
     - `new_builder`: makes the arrays of new versions, as in load_checkpoint.
@@ -76,7 +76,10 @@ def with_versions(
     check_quantizer(quantizer)
     if tuple(wanted) in (tuple(loaded.store.arrays), (CHECKPOINT,)):
         return loaded
-    check_versions(loaded.layout, loaded.dtype, wanted)
+    (own, *_) = loaded.store.layouts
+    made = [version for version in wanted if version != CHECKPOINT]
+    check_versions(loaded.layout, loaded.dtype, made)
+    wanted = [own if version == CHECKPOINT else version for version in wanted]
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
     # The version that replaces dense comes last, since the other versions are made from dense.
     replacing = {"lossless12"} if "dense" not in wanted else set()

@@ -102,6 +102,12 @@ def mixed_of(
     """
     if not precision.mixed:
         return None
+    high, low = layout.records[HI], layout.records[LO]
+    if high.nbytes <= low.nbytes:
+        raise ValueError(
+            f"an expert takes {low.nbytes} bytes in lo={low.version}, and no more than "
+            f"{high.nbytes} in {high.version}; take a lo with fewer bits"
+        )
     if precision.paged:
         cells = version_cells(layout, slots, layers, experts, precision.hi_share)
         start = precision.start(layers, experts, int(cells[:, HI].sum()))
@@ -199,6 +205,8 @@ def checkpoint_notes(precision: Precision, config: ModelConfig, layout: SlotLayo
     rest = f"other {own.method} matrices are dequantized to {dtype} at load"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"
+    if precision.mixed and precision.versions[HI] in held:
+        return [f"high experts are as the checkpoint has them; {rest}"]
     if not precision.of_checkpoint:
         coded = " and ".join(version for version in held if version != "dense")
         how = f"the checkpoint's experts, {coded}, are dequantized to {dtype}; " if coded else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ class Precision:
     name: str
     versions: tuple[str, ...] = ("dense",)
     """The one version of all experts, or the high and the low one, in the order of the tables; with
-    `of_checkpoint` those of the files, each in its own layers."""
+    `of_checkpoint` those of the files, each in its own layers. The high one may be CHECKPOINT until
+    `of_model` fills it in."""
     in_transit: bool = False
     """Whether records are decoded while they are copied: the store has the version, cells have
     dense."""
@@ -78,9 +80,12 @@ class Precision:
         return not self.of_checkpoint and not {*LOSSY}.isdisjoint(self.versions)
 
     def of_model(self, *versions: str) -> Precision:
-        """The precision for a checkpoint whose experts are in `versions`."""
+        """The precision for a checkpoint whose experts are in `versions`, or in CHECKPOINT while
+        they are not known. Raises ValueError as one_format does."""
         if not self.of_checkpoint:
-            return self
+            if CHECKPOINT not in self.versions:
+                return self
+            return dataclasses.replace(self, versions=(one_format(versions), self.versions[LO]))
         if versions == ("dense",):
             return Precision("dense")
         return dataclasses.replace(self, name=CHECKPOINT, versions=versions)
@@ -129,6 +134,17 @@ class Precision:
             **({"paged": self.paged} if self.mixed else {}),
             **{name: getattr(self.policy, name) for name in names},
         }
+
+
+def one_format(versions: Sequence[str]) -> str:
+    """Returns the format of all layers, which a second version can be made from. Raises ValueError
+    for formats that differ by layer."""
+    if len(versions) > 1:
+        raise ValueError(
+            "hi=checkpoint needs one format for all layers, and the experts of this checkpoint are "
+            f"in {' and '.join(versions)}; use precision checkpoint, or hi=dense"
+        )
+    return versions[0]
 
 
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:
@@ -193,7 +209,7 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
 
 
 MIXED_SETTINGS: dict[str, Reader] = {
-    "hi": one_of(*VERSIONS),
+    "hi": one_of(CHECKPOINT, *VERSIONS),
     "lo": one_of(*VERSIONS),
     "hi_share": share,
     "quantizer": str,
@@ -224,6 +240,10 @@ settings."""
 
 
 def _pair(hi: str, lo: str) -> tuple[str, str]:
+    if hi == CHECKPOINT:
+        if lo not in LOSSY:
+            raise ValueError(f"lo={lo} cannot be with hi=checkpoint; choose {', '.join(LOSSY)}")
+        return hi, lo  # which has more bytes is known with the model
     if (order := [*VERSIONS]).index(hi) >= order.index(lo):
         raise ValueError(
             f"hi={hi} must have more bytes than lo={lo}; from the most to the fewest: "

@@ -20,7 +20,7 @@ import numpy as np
 from host_offload.memory.record_source import RecordFiles
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
+from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task, own_versions
 from moejax.checkpoints.orbax.layout import DENSE, Leaf
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
@@ -91,7 +91,7 @@ class StoredCheckpoint(Checkpoint):
         """The versions of a quantized checkpoint, if CHECKPOINT is asked for."""
         own = self.config.expert_layers
         named = " and ".join(own)
-        if [*versions] != [CHECKPOINT]:
+        if CHECKPOINT not in versions:
             raise UserError(
                 f"{self.directory}: its experts are in {named} alone; run with precision "
                 "checkpoint, or use the checkpoint that it was converted from"
@@ -106,7 +106,7 @@ class StoredCheckpoint(Checkpoint):
             raise UserError(
                 f"{self.directory}: some matrices of {named} are in {self.dtype}; run in it"
             )
-        return {**own}
+        return own_versions(self.config, versions)
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         leaves = itertools.chain(self.params.values(), *self._leaves(held).values())

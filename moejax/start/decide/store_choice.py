@@ -89,7 +89,8 @@ def estimate_store(settings: Settings) -> int:
         found = model_directory(model, config_only=True)
         config = load_config(os.path.dirname(found) if is_hub_id(model) else found)
         itemsize = 4 if settings.options.model.dtype in ("float", "float32") else 2
-        records = config.slot_layout(itemsize, settings.versions).records
+        versions = settings.of_model(*config.expert_layers).versions
+        records = config.slot_layout(itemsize, versions).records
     except ValueError:  # the load says what is wrong
         return 0
     return sum(record.nbytes for record in records) * sum(config.moe_layers) * config.num_experts

@@ -91,6 +91,25 @@ def test_no_budget_or_driver_changes_a_bit(options, fp8):
     assert run(path, **options)[1] == wanted[options.get("ops", "auto")]
 
 
+@pytest.mark.slow
+def test_hot_experts_stay_as_the_checkpoint_has_them(fp8, directory, tmp_path):
+    path, wanted = fp8
+    low = run(path, precision="int4")[1]
+    for value, tokens in ((0, wanted["auto"]), (1, low)):
+        np.save(tmp_path / "map.npy", np.full((4, 6), value, np.int8))
+        plan = f"map={tmp_path / 'map.npy'},hi=checkpoint,lo=int4"
+        assert run(path, precision=plan)[1] == tokens
+    some = "random,hi=checkpoint,lo=int4,hi_share=0.5"
+    converted = convert(path, directory / "fp8.orbax", "float32").directory
+    half = run(path, precision=some)
+    assert half[0]["precision"]["versions"] == ["fp8-16x32-f32", "int4"]
+    assert half[1] not in (wanted["auto"], low) and run(converted, precision=some)[1] == half[1]
+    moved = run(path, precision="dynaexq,hi=checkpoint,lo=int4,hi_share=0.3,interval=8 tokens")
+    assert moved[0]["precision"]["promotions"] > 0
+    with pytest.raises(UserError, match="take a lo with fewer bits"):
+        run(path, precision=some.replace("int4", "int8"))
+
+
 MATRICES = ("gate", "up", "down")
 
 
@@ -139,6 +158,8 @@ def test_formats_that_differ_by_layer_neither_stream_nor_are_computed_beside(dir
     placed = "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us"
     with pytest.raises(UserError, match="placement and formats that differ by layer do not"):
         run(path, driver="host", placement=placed)
+    with pytest.raises(UserError, match="hi=checkpoint needs one format for all layers"):
+        run(path, precision="dynaexq,hi=checkpoint")
     too_small = CACHED | {"store": "file,host_memory=80KiB"}
     with pytest.raises(UserError, match=r"too small a cache .* take 351 KiB"):
         run(path, **too_small)
