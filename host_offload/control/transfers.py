@@ -100,7 +100,9 @@ class TransferLedger(abc.ABC):
         return {(t.layer, t.expert) for t in self.in_flight}
 
     def count(self, cause: str, what: str, n: int = 1) -> None:
-        self.counts.setdefault(cause, Counter())[what] += n
+        if cause not in self.counts:
+            self.counts[cause] = Counter()
+        self.counts[cause][what] += n
 
     # ---- what is wanted
 
@@ -142,7 +144,7 @@ class TransferLedger(abc.ABC):
             return entries
         flying = self.flying_places()
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
-        full = False
+        full, deferred = False, Counter[str]()
         for queue in self._queues.values():
             for place, entry in list(queue.items()):
                 layer, expert, version = entry[:3]
@@ -157,13 +159,15 @@ class TransferLedger(abc.ABC):
                 full = full or size > room or (bool(entries) and size > step_bytes)
                 cell = None if full else find_cell(entry)
                 if cell is None:
-                    self.count(cause, "deferred")
+                    deferred[cause] += 1
                     continue
                 flying.add(place)
                 room, step_bytes = room - size, step_bytes - size
                 transfer = StagedTransfer(layer, expert, version, cell, size, cause, step)
                 self.issue(transfer, len(entries), between_layers)
                 entries.append(Entry(layer, expert, version, cell))
+        for cause, waiting in deferred.items():
+            self.count(cause, "deferred", waiting)
         return entries
 
     def issue(self, transfer: StagedTransfer, index: int, between_layers: bool) -> None:

@@ -22,7 +22,7 @@ from host_offload.policies.placement.presched import (
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.llapor import scores
-from host_offload.policies.prefetch.next_layers import finite, gate_scores, of_layer
+from host_offload.policies.prefetch.next_layers import finite, gate_scores
 
 DISTANCE = 2
 """How many layers ahead are predicted; the second one is for Q4."""
@@ -165,7 +165,7 @@ class PlacementPolicy:
             assert state.router is not None
             for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
                 found[other] = rows_of(gate_scores(inputs, state.router[other]), state.top_k)
-        elif self.fitted is not None and (own := of_layer(self.fitted.arrays, layer)):
+        elif self.fitted is not None and (own := self.fitted.of_layer(layer)):
             said = scores(own, finite(inputs), seen.ids[:, 0], seen.weights[:, 0])
             found[layer + self.fitted.setting("stride")] = rows_of(said, state.top_k)
         return state._replace(ahead=tuple(found.items()))

@@ -47,6 +47,16 @@ class Fitted:
             array.flags.writeable = False
         return arrays
 
+    def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
+        """A layer's arrays, of arrays named LAYER.NAME; empty without any."""
+        if layer not in self._by_layer:
+            self._by_layer[layer] = of_layer(self.arrays, layer)
+        return self._by_layer[layer]
+
+    @functools.cached_property
+    def _by_layer(self) -> dict[int, dict[str, np.ndarray]]:
+        return {}
+
     @property
     def all_settings(self) -> dict[str, Any]:
         return json.loads(self.settings)
@@ -81,6 +91,16 @@ class Fitted:
         new = Path(f"{os.fspath(path)}.new")
         new.write_bytes(save(dict(self.arrays), header))
         new.replace(path)
+
+
+def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+    """A layer's arrays, from arrays named LAYER.NAME."""
+    prefix = f"{layer}."
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def fit_of(

@@ -11,8 +11,9 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Observation, Spec
 from host_offload.policies.prefetch import llapor
+from host_offload.policies.prefetch.fitted import of_layer
 from host_offload.policies.prefetch.llapor import Learned, tune_layer
-from host_offload.policies.prefetch.next_layers import Predicted, finite, of_layer
+from host_offload.policies.prefetch.next_layers import Predicted, finite
 
 NAME = llapor.NAME
 
@@ -134,5 +135,7 @@ class LearnedOnline(Learned):
             state.tuner.swap()
         rows = SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
         state.tuner.see(seen.layer, state.layers, rows)
-        predicted, decision = self.predict(state.predicted, seen, state.tuner.arrays)
+        predicted, decision = self.predict(
+            state.predicted, seen, of_layer(state.tuner.arrays, seen.layer)
+        )
         return state._replace(predicted=predicted), decision

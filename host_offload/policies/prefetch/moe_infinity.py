@@ -9,6 +9,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
+from host_offload.policies.prefetch.next_layers import stages_at
 from host_offload.traces.reader import Trace
 
 NAME = "moe-infinity"
@@ -21,6 +22,8 @@ class Traced(NamedTuple):
     """Request → its activation matrix so far, int32[L, E]: tokens routed to each expert."""
     collection: np.ndarray
     """float32[n, L, E]: matrices of sequences that ended; a layer's row sums to 1."""
+    lengths: np.ndarray
+    """float32[n, L]: lengths of their rows."""
     used: np.ndarray
     """int64[n]: how often each was the nearest."""
     top_k: int
@@ -75,7 +78,9 @@ class MoEInfinity:
                     f"{len(collection)} matrices are given and capacity is {self.capacity}; fit "
                     "with a smaller one"
                 )
-        return Traced({}, collection, np.zeros(len(collection), np.int64), spec.top_k)
+        return Traced(
+            {}, collection, row_lengths(collection), np.zeros(len(collection), np.int64), spec.top_k
+        )
 
     def memory(self, spec: Spec) -> int:
         """Bytes of the collection when it is full."""
@@ -96,7 +101,9 @@ class MoEInfinity:
             matrix[seen.layer] += tokens.astype(np.int32)
             running[request] = matrix
             if len(state.collection):
-                nearest = int(np.argmax(similarity(state.collection, shares(matrix))))
+                nearest = int(
+                    np.argmax(similarity(state.collection, shares(matrix), state.lengths))
+                )
                 used[nearest] += 1
                 predicted += state.collection[nearest]
         state = state._replace(running=running, used=used)
@@ -109,8 +116,7 @@ class MoEInfinity:
         wanted = np.where(ahead > 0, likely * (1 - ahead / (len(likely) + 1)), 0)
         layer, expert = np.nonzero(wanted)
         first = np.argsort(-wanted[layer, expert], kind="stable")[: self.limit]
-        places = zip(layer[first].tolist(), expert[first].tolist(), strict=True)
-        return tuple(Stage(*place, cause=NAME) for place in places)
+        return stages_at(layer[first], expert[first], NAME)
 
     def _end_sequence(self, state: Traced, request: int) -> Traced:
         running = {**state.running}
@@ -120,14 +126,19 @@ class MoEInfinity:
         state, new = state._replace(running=running), shares(matrix)[None]
         if len(state.collection) < self.capacity:
             collection = np.concatenate([state.collection, new])
-            return state._replace(collection=collection, used=np.append(state.used, 1))
+            return state._replace(
+                collection=collection,
+                lengths=np.concatenate([state.lengths, row_lengths(new)]),
+                used=np.append(state.used, 1),
+            )
         kept = 0 if self.fitted is None else len(self.fitted.arrays["matrices"])
         if kept == self.capacity:
             return state
         place = kept + int(np.argmin(state.used[kept:]))
         collection, used = state.collection.copy(), state.used.copy()
-        collection[place], used[place] = new[0], 1
-        return state._replace(collection=collection, used=used)
+        lengths = state.lengths.copy()
+        collection[place], lengths[place], used[place] = new[0], row_lengths(new)[0], 1
+        return state._replace(collection=collection, lengths=lengths, used=used)
 
 
 def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
@@ -179,8 +190,19 @@ def shares(matrix: np.ndarray) -> np.ndarray:
     return (matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
 
-def similarity(collection: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """float[n]: the mean over layers of the cosine of each matrix of [n, L, E] and [L, E]."""
-    lengths = np.linalg.norm(collection, axis=2) * np.linalg.norm(matrix, axis=1)
+def row_lengths(matrices: np.ndarray) -> np.ndarray:
+    """float[…, L]: lengths of the rows of matrices [..., L, E]."""
+    return np.linalg.norm(matrices, axis=-1)
+
+
+def similarity(
+    collection: np.ndarray, matrix: np.ndarray, lengths: np.ndarray | None = None
+) -> np.ndarray:
+    """float[n]: the mean over layers of the cosine of each matrix of [n, L, E] and [L, E].
+
+    - `lengths`: row_lengths of the collection, if they are known.
+    """
+    lengths = row_lengths(collection) if lengths is None else lengths
+    lengths = lengths * row_lengths(matrix)
     products = np.einsum("nle,le->nl", collection, matrix)
     return np.mean(products / np.maximum(lengths, 1e-12), axis=1)

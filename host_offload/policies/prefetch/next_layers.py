@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ def finite(gate_input: np.ndarray) -> np.ndarray:
     """Converts float16 to finite float32. Values beyond float16 are infinite there, and infinity
     times zero is NaN."""
     bound = np.float32(np.finfo(np.float16).max)
-    return np.clip(gate_input.astype(np.float32), -bound, bound)
+    return np.minimum(np.maximum(gate_input.astype(np.float32), -bound), bound)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -34,7 +35,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def sum_rows(rows: np.ndarray) -> np.ndarray:
     """The sum over the first axis, with bits that do not depend on the order of rows: a replay has
     them in another order than the engine."""
-    return np.sort(rows, axis=0).sum(axis=0)
+    return rows[0] if len(rows) == 1 else np.sort(rows, axis=0).sum(axis=0)
 
 
 def mark_experts(ids: np.ndarray, experts: int, values: Any = 1) -> np.ndarray:
@@ -50,6 +51,8 @@ def rank_chosen(scores: np.ndarray, k: int) -> list[int]:
     if not len(scores):
         return []
     best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    if len(best) == 1:
+        return best[0].tolist()
     rows = np.bincount(best.ravel(), minlength=scores.shape[1])
     order = np.lexsort((-sum_rows(scores), -rows))
     return order[: np.count_nonzero(rows)].tolist()
@@ -82,15 +85,15 @@ class LayerPredictor(abc.ABC):
         return Predicted(spec.top_k)
 
     def decide(self, state: Any, seen: Observation) -> tuple[Any, Decision]:
-        return self.predict(state, seen, self.fitted.arrays)
+        return self.predict(state, seen, self.fitted.of_layer(seen.layer))
 
     def predict(
-        self, state: Predicted, seen: Observation, arrays: Mapping[str, np.ndarray]
+        self, state: Predicted, seen: Observation, own: Mapping[str, np.ndarray]
     ) -> tuple[Predicted, Decision]:
-        """The decision by these arrays."""
+        """The decision by the layer's arrays; without any nothing is predicted from it."""
         layer, cause = seen.layer, self.fitted.policy
         ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
-        if own := of_layer(arrays, layer):
+        if own:
             experts = rank_chosen(self.scores(own, seen), state.top_k)
             ahead = (*ahead, (layer + self.fitted.setting("stride"), tuple(experts)))
         stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
@@ -101,14 +104,10 @@ class LayerPredictor(abc.ABC):
         """Scores float32[N, E] of the later layer, by this layer's arrays."""
 
 
-def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """A layer's arrays, from arrays named LAYER.NAME."""
-    prefix = f"{layer}."
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
+def stages_at(layers: np.ndarray, experts: np.ndarray, cause: str) -> tuple[Stage, ...]:
+    """Transfers of the experts int[n] of layers int[n], the most urgent first."""
+    places = layers.tolist(), experts.tolist()
+    return tuple(map(Stage, *places, itertools.repeat(0), itertools.repeat(cause)))
 
 
 def stages_of(layer: int, experts: Sequence[int], cause: str) -> tuple[Stage, ...]:

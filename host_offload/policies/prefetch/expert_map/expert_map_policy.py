@@ -22,6 +22,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     with_rows,
 )
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
+from host_offload.policies.prefetch.next_layers import stages_at
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR
@@ -167,8 +168,7 @@ def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
     ahead = layer > now
     layer, expert = layer[ahead], expert[ahead]
     order = np.argsort(-wanted[layer, expert] / (layer - now), kind="stable")
-    places = zip(layer[order].tolist(), expert[order].tolist(), strict=True)
-    return tuple(Stage(*place, cause=NAME) for place in places)
+    return stages_at(layer[order], expert[order], NAME)
 
 
 def check_sizes(capacity: int, distance: int, layers: int) -> None:

@@ -58,15 +58,15 @@ class MapMatcher:
             after = dataclasses.replace(self, trajectory=store.trajectory(len(seen.embedding)))
             found = store.nearest_embedding(seen.embedding)
             return after, self._predict(seen.step, range(self.distance), found)
-        trajectory, found = store.nearest_map(self.trajectory, seen.layer, seen.probs[:, 0])
         target = seen.layer + self.distance
-        layers = range(target, min(target + 1, len(store.maps)))
-        return dataclasses.replace(self, trajectory=trajectory), self._predict(
-            seen.step, layers, found
-        )
+        if target >= len(store.maps):  # nothing is left to predict in this step
+            return self, None
+        trajectory, found = store.nearest_map(self.trajectory, seen.layer, seen.probs[:, 0])
+        after = dataclasses.replace(self, trajectory=trajectory)
+        return after, self._predict(seen.step, range(target, target + 1), found)
 
     def _predict(self, step: int, layers: range, found: FoundMaps) -> MapPrediction | None:
-        if not (layers and len(found.place) and found.score[0] > NONE):
+        if not (len(found.place) and found.score[0] > NONE):
             return None
         likely = self.store.maps[layers.start : layers.stop, found.place]
         return MapPrediction(step, layers, likely, found.score)

@@ -15,6 +15,7 @@ import pytest
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.prefetch import llapor, llapor_online, training
+from host_offload.policies.prefetch.fitted import of_layer
 from host_offload.policies.prefetch.llapor import (
     LayerTask,
     Learned,
@@ -24,7 +25,7 @@ from host_offload.policies.prefetch.llapor import (
     tune_layer,
 )
 from host_offload.policies.prefetch.llapor_online import LearnedOnline
-from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
+from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
 from host_offload.policies.recorded import repeat_run
