@@ -64,7 +64,7 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def diversity(args: argparse.Namespace) -> None:
-    """Counts distinct n-grams of words."""
+    """Counts distinct n-grams of words, and content words."""
     from scripts.texts import score as scoring
 
     scoring.measure_diversity(args.domain, args.count)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from scripts.texts import chat
 from scripts.texts.documents import HELD_OUT, document, held_out_tasks, is_right
+from scripts.texts.words import read
 
 PROMPTS = (
     "Tell me a story about a brave fox.",
@@ -72,9 +74,21 @@ def sample(model: str, temperature: float, max_tokens: int) -> None:
 
 
 def measure_diversity(domain: str, count: int, lengths: Sequence[int] = (1, 2, 3, 4, 8)) -> None:
-    """Prints how many of the n-grams of words of held-out documents are distinct."""
-    texts = [document(domain, HELD_OUT + i).split() for i in range(count)]
+    """Prints how many of the n-grams of words of held-out documents are distinct, and how many
+    content words they have."""
+    documents = [document(domain, HELD_OUT + i) for i in range(count)]
+    texts = [text.split() for text in documents]
     print(f"{count} documents of {domain}, {sum(map(len, texts)):,} words")
     for n in lengths:
         grams = [tuple(t[i : i + n]) for t in texts for i in range(len(t) - n + 1)]
         print(f"{n}-grams: {len(set(grams)):,} distinct, {len(set(grams)) / len(grams):.1%}")
+    print(f"content words: {len(content_words(documents)):,} distinct")
+
+
+def content_words(texts: Iterable[str]) -> set[str]:
+    """The different words that are neither names nor function words. Names are what never occurs
+    with a small letter. Endings count (fox, foxes), a possessive one does not."""
+    words = {word for text in texts for word in re.findall(r"[A-Za-z]+(?:-[a-z]+)*", text)}
+    return {word for word in words if word.islower() and len(word) > 1} - set(
+        read("function_words")
+    )

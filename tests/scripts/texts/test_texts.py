@@ -13,6 +13,7 @@ from scripts.texts.functions import write_function
 from scripts.texts.grammar import fill, parse, polish
 from scripts.texts.plots import PLOTS, tell
 from scripts.texts.quest import RIDDLE, quest
+from scripts.texts.score import content_words
 from scripts.texts.tokens import split_book
 from scripts.texts.words import read
 
@@ -26,8 +27,12 @@ def test_a_document_is_that_of_its_seed(domain):
     assert len(set(texts)) == 20
 
 
-def test_held_out_stories_are_not_among_those_trained_on():
+def test_stories_have_many_words_and_held_out_ones_are_not_among_those_trained_on():
     trained = {document("story", seed) for seed in range(1000)}
+    assert len(content_words(trained)) > 3000
+    assert content_words(["The fox's merry-go-round", "It was Anna's, not a fox"]) == {
+        *("fox", "merry-go-round")
+    }
     assert not any(document("story", HELD_OUT + i) in trained for i in range(200))
 
 
