@@ -1,6 +1,7 @@
 """Texts for training small language models.
 
 python -m scripts.texts show story 5
+python -m scripts.texts show chat 48 --words 30 > PROMPTS
 python -m scripts.texts tokenizer DIR
 python -m scripts.texts tokens DIR --tokenizer DIR --shares story:2,chat:2,python:1 --seconds 60
 python -m scripts.texts books DIR --tokenizer DIR aesop.txt grimm.txt
@@ -12,6 +13,7 @@ python -m scripts.texts diversity story 2000
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import sys
 import time
@@ -22,7 +24,11 @@ from scripts.texts.documents import HELD_OUT, document
 def show(args: argparse.Namespace) -> None:
     """Prints documents."""
     texts = (document(args.domain, args.seed + i) for i in range(args.count))
-    print("\n\n----\n\n".join(texts))
+    if args.words is None:
+        print("\n\n----\n\n".join(texts))
+        return
+    for text in texts:
+        print(json.dumps({"prompt": " ".join(text.split()[: args.words])}))
 
 
 def tokenizer(args: argparse.Namespace) -> None:
@@ -84,6 +90,9 @@ def main(arguments: list[str]) -> None:
     command.add_argument("domain")
     command.add_argument("count", type=int, nargs="?", default=3)
     command.add_argument("--seed", type=int, default=HELD_OUT)
+    command.add_argument(
+        "--words", type=int, help="the first words only, as prompts for moejax generate --input"
+    )
     command = add(tokenizer)
     command.add_argument("out", type=pathlib.Path)
     command.add_argument("--text", type=pathlib.Path, nargs="*", default=[])
