@@ -59,7 +59,9 @@ def score(args: argparse.Namespace) -> None:
     from scripts.texts import score as scoring
 
     for precision in args.precision:
-        scoring.score(args.model, args.domain, args.count, args.max_tokens, precision)
+        scoring.score(
+            args.model, args.domain, args.count, args.max_tokens, precision, args.show_right
+        )
 
 
 def sample(args: argparse.Namespace) -> None:
@@ -113,6 +115,7 @@ def main(arguments: list[str]) -> None:
     command.add_argument("--count", type=int, default=200)
     command.add_argument("--max-tokens", type=int, default=160)
     command.add_argument("--precision", nargs="+", default=["dense"], help="dense int8 int4 int2")
+    command.add_argument("--show-right", action="store_true", help="print right answers too")
     command = add(sample)
     command.add_argument("model")
     command.add_argument("--temperature", type=float, default=0.0)

@@ -38,8 +38,11 @@ def as_chat(question: str) -> str:
     return f"{chat.USER}{question}{chat.END}{chat.ASSISTANT}"
 
 
-def score(model: str, domain: str, count: int, max_tokens: int, precision: str) -> None:
-    """Prints the wrong answers and the accuracy. All experts are resident; decoding is greedy."""
+def score(
+    model: str, domain: str, count: int, max_tokens: int, precision: str, show_right: bool = False
+) -> None:
+    """Prints the wrong answers, or all, and the accuracy. All experts are resident; decoding is
+    greedy."""
     from moejax import LLM, SamplingParams
 
     tasks = held_out_tasks(domain, count)
@@ -51,6 +54,8 @@ def score(model: str, domain: str, count: int, max_tokens: int, precision: str) 
         given = output.outputs[0].text
         if is_right(domain, expected, given):
             right += 1
+            if show_right:
+                print(f"{question}\n-> {given}\n")
         else:
             print(f"{question!r}: {given!r} instead of {expected!r}")
     low, high = wilson(right, count)
