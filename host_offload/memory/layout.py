@@ -174,6 +174,7 @@ def slot_layout(
     versions: Sequence[str] = ("dense",),
     dtype: str | None = None,
     biases: bool = False,
+    gated: bool = True,
     windows: tuple[Window | None, ...] = (None,),
 ) -> SlotLayout:
     """Chooses the slot of a model. It holds one record of the largest version and as many whole
@@ -196,7 +197,7 @@ def slot_layout(
     if not versions or len(set(versions)) < len(versions):
         raise ValueError(f"name each resident version once, not {', '.join(versions) or 'none'}")
     dtype = default_dtype(itemsize) if dtype is None else dtype
-    records = tuple(RecordFormat(name, hidden, width, dtype, biases) for name in versions)
+    records = tuple(RecordFormat(name, hidden, width, dtype, biases, gated) for name in versions)
     if records[0].itemsize != itemsize:
         raise ValueError(f"a value of {dtype} does not have {itemsize} bytes")
     pages = [

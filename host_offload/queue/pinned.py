@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.store import Allocate, StoreBuilder, lacks_memory
 from pallas_kernels.records.absent import AbsentRecords
-from pallas_kernels.records.format import MATRICES, RecordFormat
+from pallas_kernels.records.format import RecordFormat
 
 log = logging.getLogger("moejax")
 
@@ -165,7 +165,7 @@ def piece_edges(
     if chunk_bytes is not None:
         rows = max(1, chunk_bytes // (record.hidden * 2))
     begins = []
-    for matrix in MATRICES:
+    for matrix in record.matrices:
         first, count = record.parts[matrix]
         begins += range(first, first + count, rows)
     return (*begins, record.rows)

@@ -23,7 +23,7 @@ from host_offload.versions.quantizers import (
     rtn,
 )
 from pallas_kernels import records
-from pallas_kernels.records.format import MATRICES, RecordFormat
+from pallas_kernels.records.format import RecordFormat
 
 WORKERS = min(8, os.cpu_count() or 1)
 """Threads that encode, or that read: a disk of today is fast only with several requests at once."""
@@ -71,13 +71,14 @@ def encode(
     made = np.empty((len(weights), fmt.rows, fmt.hidden), np.uint16) if out is None else out
 
     def one(expert: int) -> str | None:
-        matrices, biases = np.split(weights[expert], [3 * fmt.width])
+        count = len(fmt.matrices)
+        matrices, biases = np.split(weights[expert], [count * fmt.width])
         try:
-            encode_expert(matrices.reshape(3, fmt.width, fmt.hidden), fmt, rule, made[expert])
+            encode_expert(matrices.reshape(count, fmt.width, fmt.hidden), fmt, rule, made[expert])
         except (UnquantizableError, lossless.EscapeOverflowError) as error:
             return str(error)
         if fmt.biases:
-            rows = made[expert, fmt.parts["gate_bias"][0] :].reshape(-1)
+            rows = made[expert, fmt.parts[f"{fmt.matrices[0]}_bias"][0] :].reshape(-1)
             rows[: biases.nbytes // 2] = biases.reshape(-1).view(np.uint16)
         return None
 
@@ -114,7 +115,7 @@ def encode_expert(
 ) -> None:
     """Encodes one expert into its record.
 
-    - `matrices`: [3, I, D], gate, up, down^T.
+    - `matrices`: [3, I, D], gate, up, down^T, or [2, I, D] without gate.
     - `rule`: as in encode.
     - `record`: uint16[rows, D], is filled.
 
@@ -128,7 +129,7 @@ def encode_expert(
         pack_quantized(
             {
                 matrix: quantize(weights, *reduced_axis(fmt, matrix), fmt.encoding, rule)
-                for matrix, weights in zip(MATRICES, matrices, strict=True)
+                for matrix, weights in zip(fmt.matrices, matrices, strict=True)
             },
             fmt,
             record,
@@ -140,7 +141,7 @@ def pack_quantized(
 ) -> None:
     """Packs codes and scales into a record of an int version.
 
-    - `matrices`: "gate", "up" and "down" → codes uint8[I, D] and scales float16, [I, groups_in] of
+    - `matrices`: those of fmt.matrices → codes uint8[I, D] and scales float16, [I, groups_in] of
       gate and up, [groups_out, D] of down.
     - `record`: uint16[rows, D], is filled.
     """

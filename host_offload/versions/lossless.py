@@ -25,7 +25,7 @@ class EscapeOverflowError(ValueError):
 def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -> None:
     """Encodes one expert into its record.
 
-    - `matrices`: uint16[3, I, D], the bits of gate, up, down^T.
+    - `matrices`: uint16[n, I, D], the bits of fmt.matrices.
     - `record`: uint16[rows, D], is filled.
 
     Raises EscapeOverflowError.
@@ -37,11 +37,12 @@ def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -
     tables = part(record, fmt, "tables")[: np.prod(shape)].reshape(shape)
     byte, code = np.empty((2, width, hidden), np.uint8)
     step = max(1, _TILE // (BLOCK * hidden)) * BLOCK
-    for number, matrix in enumerate(MATRICES):
+    for matrix, weights in zip(fmt.matrices, matrices, strict=True):
+        table = tables[MATRICES.index(matrix)]
         for first in range(0, width, step):
             rows = slice(first, min(first + step, width))
             blocks = slice(first // BLOCK, -(-rows.stop // BLOCK))
-            _encode_rows(matrices[number, rows], tables[number, blocks], byte[rows], code[rows])
+            _encode_rows(weights[rows], table[blocks], byte[rows], code[rows])
         down = matrix == "down"
         pack(byte, 8, down, part(record, fmt, f"{matrix}_bytes"))
         pack(code, 4, down, part(record, fmt, f"{matrix}_codes"))

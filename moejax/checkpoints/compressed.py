@@ -222,7 +222,10 @@ def _group_of(source: TensorCheckpoint) -> int:
     """The most weights of GROUPS that can share a scale in every matrix. Raises UserError for
     experts that have none."""
     config = source.config
-    family, axes = FAMILIES[config.architecture], (config.hidden_size, config.moe_intermediate_size)
+    family, axes = (
+        FAMILIES[config.architecture],
+        (config.expert_hidden, config.moe_intermediate_size),
+    )
     turned = any(
         isinstance(p, ExpertPlace) and (p.turned or p.is_bias) for p in source.places.values()
     )

@@ -181,6 +181,15 @@ def renamed(shard: Shard, new_name: Callable[[str], str]) -> Shard:
     return dataclasses.replace(shard, tensors=tensors, begins=begins)
 
 
+def reshaped(shard: Shard, shape_of: Callable[..., tuple[int, ...]], config: Any) -> Shard:
+    """The shard with tensors in other shapes of as many values. shape_of: see Family."""
+    tensors = {
+        name: dataclasses.replace(header, shape=shape_of(config, name, header.shape))
+        for name, header in shard.tensors.items()
+    }
+    return dataclasses.replace(shard, tensors=tensors)
+
+
 def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
     """Reads the headers of a checkpoint's shards: model.safetensors, or the files that the index
     names.

@@ -25,7 +25,14 @@ from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.gguf_tensors import GgufFile, open_gguf
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedShard, find_quantized
-from moejax.checkpoints.shards import Shard, TensorFile, TensorReader, find_shards, renamed
+from moejax.checkpoints.shards import (
+    Shard,
+    TensorFile,
+    TensorReader,
+    find_shards,
+    renamed,
+    reshaped,
+)
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
     ExpertPlace,
@@ -241,7 +248,8 @@ class TensorRecords:
                 assert isinstance(shard, Shard), "others are read through a cache"
                 stacked = key[1] if place.expert is None else 0
                 first = shard.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
-                for number, part in enumerate(map(MATRICES.index, place.matrices)):
+                parts = map(self.format.matrices.index, place.matrices)
+                for number, part in enumerate(parts):
                     table["place"][key][part] = first + number * matrix
                     table["file"][key][part] = number_file(str(shard.path))
         return table
@@ -272,6 +280,8 @@ def open_tensors(
         config, files = load_config(directory), find_shards(directory)
         if (family := FAMILIES[config.architecture]).renamed:
             files = tuple(renamed(shard, family.own_name) for shard in files)
+        if family.shape_of is not None:
+            files = tuple(reshaped(shard, family.shape_of, config) for shard in files)
         if config.quantization is not None:
             names = {name for file in files for name in file.tensors}
             wanted = expected_tensors(config, names)
@@ -316,6 +326,8 @@ def _versions(
                 version = file.version_of(name) if quantized else None
                 for matrix in place.matrices:
                     found[place.layer][matrix].add(version or DENSE)
+    for layer in found:  # without a gate it is up's
+        layer["gate"] = layer["gate"] or layer["up"]
     alike = (all(len(names) == 1 for names in layer.values()) for layer in found)
     return tuple(
         join_names([*itertools.chain(*layer.values())]) if same else DENSE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Parts
 from moejax.models.model_config import ModelConfig
+from pallas_kernels.records.format import MATRICES
 
 MOST_EXPERTS = 10**6
 """Most experts of all layers together; the largest models have 25,000."""
@@ -95,9 +95,13 @@ def model_params(config: ModelConfig) -> dict[str, Parts]:
 
 
 def layer_params(config: ModelConfig, layer: int) -> dict[str, Parts]:
-    """The parameters of one layer except its experts; names follow ``model.layers.N.``."""
+    """The parameters of one layer except its experts, with the whole names of tensors."""
     family = FAMILIES[config.architecture]
-    return family.layer_params(config.of_layer(layer), config.moe_layers[layer])
+    params = family.layer_params(config.of_layer(layer), config.moe_layers[layer])
+    return {
+        key: tuple((family.full_name(config, layer, name), shape) for name, shape in parts)
+        for key, parts in params.items()
+    }
 
 
 def param_shape(parts: Parts) -> tuple[int, ...]:
@@ -150,20 +154,20 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
     """
     places: dict[str, Place] = {}
 
-    def add(params: dict[str, Parts], prefix: str, run: int | None, layer: int) -> None:
+    def add(params: dict[str, Parts], run: int | None, layer: int) -> None:
         for key, parts in params.items():
             row = 0
             for name, shape in parts:
-                places[prefix + name] = ParamPlace(shape, run, key, layer, row)
+                places[name] = ParamPlace(shape, run, key, layer, row)
                 row += shape[0]
 
-    add(model_params(config), "", None, 0)
-    moe_layer = 0
+    add(model_params(config), None, 0)
+    family, moe_layer = FAMILIES[config.architecture], 0
     for index, run in enumerate(config.runs):
         for layer in range(run.count):
-            prefix = f"model.layers.{run.start + layer}."
-            add(layer_params(config, run.start), prefix, index, layer)
+            add(layer_params(config, run.start + layer), index, layer)
             if run.moe:
+                prefix = family.full_name(config, run.start + layer, family.experts)
                 places |= _experts(config, found, prefix, moe_layer)
                 moe_layer += 1
     return places
@@ -223,11 +227,16 @@ def _interleaved(
 def _experts(
     config: ModelConfig, found: Container[str], prefix: str, layer: int
 ) -> dict[str, Place]:
-    count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    count, width, hidden = config.num_experts, config.moe_intermediate_size, config.expert_hidden
     family = FAMILIES[config.architecture]
-    prefix += family.experts
-    stacked = {"gate_up": (count, 2 * width, hidden), "down": (count, hidden, width)}
+    into = ("up", width) if config.ungated else ("gate_up", 2 * width)
+    stacked = {into[0]: (count, into[1], hidden), "down": (count, hidden, width)}
     together = [prefix + name for name in family.stacked]
+    if len(together) == len(MATRICES):
+        return {
+            name: ExpertPlace((count, width, hidden), layer, None, matrix, matrix == "down")
+            for name, matrix in zip(together, MATRICES, strict=True)
+        }
     if family.interleaved:
         return _interleaved(config, found, dict(zip(together, stacked.items(), strict=True)), layer)
     first = f"{prefix}0.{_names(family)[0]}.weight"
@@ -237,6 +246,8 @@ def _experts(
             for name, (matrix, shape) in zip(together, stacked.items(), strict=True)
         }
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    if config.ungated:
+        del shapes["gate"]
     names = dict(zip(shapes, _names(family), strict=True))
     return {
         f"{prefix}{expert}.{names[matrix]}.weight": ExpertPlace(shape, layer, expert, matrix)
@@ -245,8 +256,8 @@ def _experts(
     }
 
 
-def _names(family: Family) -> tuple[str, str, str]:
-    """Names of gate, up and down of one expert, also where the family's own are always stacked."""
+def _names(family: Family) -> tuple[str, ...]:
+    """Names of an expert's matrices, also where the family's own are always stacked."""
     return family.matrices or ("gate_proj", "up_proj", "down_proj")
 
 
@@ -258,13 +269,12 @@ def name_expert(config: ModelConfig, stacked: str, expert: int, matrix: str) -> 
     - `matrix`: "gate", "up" or "down".
     """
     family = FAMILIES[config.architecture]
-    (layer,) = re.findall(r"^model\.layers\.\d+\.", stacked)
-    name = _names(family)[("gate", "up", "down").index(matrix)]
-    return f"{layer}{family.experts}{expert}.{name}"
+    names = _names(family)
+    return f"{stacked.rpartition('.')[0]}.{expert}.{names[MATRICES[-len(names) :].index(matrix)]}"
 
 
 def separate_experts(config: ModelConfig) -> set[str]:
     """The names with which expected_tensors takes the experts as separate in every layer."""
     family = FAMILIES[config.architecture]
     name = f"{family.experts}0.{_names(family)[0]}.weight"
-    return {f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers)}
+    return {family.full_name(config, layer, name) for layer in range(config.num_hidden_layers)}

@@ -69,7 +69,7 @@ def _in_place_seconds(runner: Executor) -> list[float]:
 
 def _xla_seconds(runner: Executor, device: jax.Device) -> list[float]:
     """Returns the seconds of one expert's three products for each of ROWS."""
-    hidden, width = runner.config.hidden_size, runner.config.moe_intermediate_size
+    hidden, width = runner.config.expert_hidden, runner.config.moe_intermediate_size
     weights = jax.device_put(np.full((3, width, hidden), 0.01, _dtype(runner)), device)
 
     @jax.jit

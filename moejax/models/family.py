@@ -132,7 +132,7 @@ class Fields:
 
     def heads(
         self, default: int, default_kv: int | None, *, hidden: int, head_dim: int | None = None
-    ) -> dict[str, int]:
+    ) -> dict[str, Any]:
         """hidden_size, num_attention_heads, num_key_value_heads and head_dim.
 
         - `default`, `default_kv`, `hidden`, `head_dim`: the family's defaults. head_dim None:
@@ -395,11 +395,16 @@ class Family:
     - `layer_params`: (config, whether the layer has experts) → the parameters of one layer except
       its routed experts, by the names of LayerStack; each lists its tensors, named after
       ``model.layers.N.``.
+    - `full_name`: (config, N, such a name) → the tensor's whole name, where layers here are not
+      those of the checkpoint.
     - `aliases`, `other_types`: other names of the architecture and of the model_type in published
       config.json files.
     - `experts`: where routed experts are, after ``model.layers.N.``.
-    - `matrices`: names of gate, up and down of one expert; None: experts are always stacked.
-    - `stacked`: names of [E, 2·F, D], gate rows before up rows, and [E, D, F] of all experts.
+    - `matrices`: names of gate, up and down of one expert, or of up and down in models with
+      `ungated` experts; None: experts are always stacked.
+    - `stacked`: names of [E, 2·F, D], gate rows before up rows ([E, F, D] without gates), and
+      [E, D, F] of all experts; or three, of [E, F, D] each, with down transposed.
+    - `shape_of`: (config, name, shape in the file) → the shape here, of the same bytes.
     - `interleaved`: stacked experts are [E, D, 2·F] with columns of gate and up in turn, and
       [E, F, D].
     - `wide_params`: parameters that stay in float32, whatever the run's dtype.
@@ -419,8 +424,8 @@ class Family:
     parse: Callable[[Fields], ModelConfig]
     layer_params: Callable[[ModelConfig, bool], dict[str, Parts]]
     experts: str = "mlp.experts."
-    matrices: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
+    matrices: tuple[str, ...] | None = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
     interleaved: bool = False
     wide_params: frozenset[str] = frozenset()
     final_norm_bias: bool = False
@@ -433,6 +438,10 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     turned: bool = False
     reads: frozenset[str] = frozenset()
+    shape_of: Callable[[ModelConfig, str, tuple[int, ...]], tuple[int, ...]] | None = None
+    full_name: Callable[[ModelConfig, int, str], str] = lambda config, layer, name: (
+        f"model.layers.{layer}.{name}"
+    )
 
     def own_name(self, name: str) -> str:
         """The name here of a tensor of a published file."""

@@ -78,6 +78,15 @@ class LayerStack(nnx.Module):
     ):
         self.config, self.ops = config, ops
         self.first_moe_layer = first_moe_layer
+        second = {n.removeprefix(SECOND): p for n, p in params.items() if n.startswith(SECOND)}
+        params = {n: p for n, p in params.items() if not n.startswith(SECOND)}
+        behind = first_layer + config.num_hidden_layers
+        self.second = (
+            LayerStack(config, second, first_layer=behind, first_moe_layer=0, ops=ops)
+            if second
+            else None
+        )
+        """The second attentions of the layers, with the feed-forwards behind them."""
         self.is_moe = "router" in params
         self.size = params["o"].shape[0]
         params = {
@@ -137,7 +146,8 @@ class LayerStack(nnx.Module):
         within = normalises_within(rows, linear_options(self.ops))
         made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         plain = "post_norm" in self.weights and "post_norm_bias" not in self.weights
-        return self.is_moe and within and made and plain and not self.finishes
+        alone = not self.finishes and self.second is None
+        return self.is_moe and within and made and plain and alone
 
     @property
     def finishes(self) -> bool:
@@ -219,8 +229,10 @@ class LayerStack(nnx.Module):
         - `counters`: see write_and_attend.
         - `with_squares`: return squares of the sum; see gives_squares.
 
-        Returns (x, arena, squares of the new x or None, counters).
+        Returns (x, arena, squares of the new x or None, counters). With a second attention x is
+        [T, 2·D], for `route`: after the first attention, and after all but the experts.
         """
+        every = tokens
         with jax.named_scope("attend"):
             if self.has_state:
                 page: Any = self.config.state_page(block_size, str(x.dtype))
@@ -235,6 +247,10 @@ class LayerStack(nnx.Module):
                 squares = None
             # Values between a layer's parts are always rounded here (contract 1e).
             x, squares = lax.optimization_barrier((x, squares))
+            if self.second is not None:
+                end = self.feed_forward(i, x, every)
+                end, arena, *_ = self.second.attend(i, end, arena, every, block_size)
+                x = jnp.concatenate([x, self.second.feed_forward(i, end, every)], axis=1)
             return x, arena, squares, counters
 
     def route(
@@ -258,6 +274,7 @@ class LayerStack(nnx.Module):
             x, normed, logits = self._score(i, x, tokens, squares)
             correction, row = self._correction(), i
             if favour is not None:
+                favour = jnp.pad(favour, (0, self.config.zero_experts))
                 own = 0.0 if correction is None else correction[i].astype(jnp.float32)
                 correction, row = (own + favour)[None], 0
             ids, weights = route(
@@ -268,10 +285,20 @@ class LayerStack(nnx.Module):
                 rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
-            normed, weights = self._weigh(i, normed, ids, weights)
+            x, ids, weights = self._plus_inputs(x, normed, ids, weights)
+            normed, weights = self._weigh(i, normed, ids, weights, tokens)
             return lax.optimization_barrier((x, normed, ids, weights))
 
-    def _weigh(self, i, normed, ids, weights):
+    def _plus_inputs(self, x, normed, ids, weights):
+        """(x with the outputs of chosen zero_experts, ids and weights without these)."""
+        if not self.config.zero_experts:
+            return x, ids, weights
+        experts = self.config.num_experts
+        own = jnp.sum(jnp.where(ids >= experts, weights, 0.0), axis=1, keepdims=True)
+        x = x + (normed.astype(jnp.float32) * own).astype(x.dtype)
+        return x, jnp.minimum(ids, experts), jnp.where(ids < experts, weights, 0.0)
+
+    def _weigh(self, i, normed, ids, weights, tokens):
         """(inputs of the experts [T, D], weights of their outputs [T, K]), by the router's."""
         experts = self.config.num_experts
         if "expert_scale" in self.weights:
@@ -280,6 +307,8 @@ class LayerStack(nnx.Module):
         if self.config.weighted_inputs:
             normed = normed * weights.astype(normed.dtype)
             weights = (ids < experts).astype(weights.dtype)
+        if "latent_in" in self.weights:
+            normed = self.linear(normed, "latent_in", i, tokens)
         return normed, weights
 
     def route_and_plan(
@@ -321,7 +350,8 @@ class LayerStack(nnx.Module):
             kept = operands, records, self.first_moe_layer + i, counters
             rule, name = self.config.route_rule, self.ops.route
             plain = self._has_rms_norm("post_norm") and "router_bias" not in self.weights
-            if not plain or self.finishes or not self.ops.fuses_norm_route:
+            alone = not self.finishes and self.second is None
+            if not plain or not alone or not self.ops.fuses_norm_route:
                 scored = self._score(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
@@ -335,6 +365,7 @@ class LayerStack(nnx.Module):
     def _score(self, i, x, tokens, squares):
         """(what the experts add to: x plus its shared expert if there is one, normalised x, router
         logits in parts)."""
+        x, after = (x, x) if self.second is None else jnp.split(x, 2, axis=1)
         if "router_norm" in self.weights:
             normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, self.norm(x, "router_norm", i), tokens)
@@ -347,19 +378,25 @@ class LayerStack(nnx.Module):
             normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
             logits = self._plus_router_bias(i, logits)
         if self.finishes:  # finish adds x
-            x = jnp.zeros_like(x)
-        if "shared_down" in self.weights and "shared_norm" not in self.weights:
-            x = self._plus_shared_expert(i, x, normed, tokens)
-        return x, normed, logits
+            after = jnp.zeros((len(x), self.config.expert_hidden), x.dtype)
+        apart = "shared_norm" in self.weights or "latent_out" in self.weights
+        if "shared_down" in self.weights and not apart:
+            after = self._plus_shared_expert(i, after, normed, tokens)
+        return after, normed, logits
 
     def finish(self, i: jax.Array, x: jax.Array, out: jax.Array, tokens: Tokens) -> jax.Array:
         """The layer's result, if it `finishes`.
 
         - `x`: [T, D] before the experts.
-        - `out`: [T, D], the sum of the routed experts and the shared one, unless that has norms of
-          its own.
+        - `out`: [T, config.expert_hidden], the sum of the routed experts and the shared one, unless
+          that has norms of its own or routed ones are latent.
         """
         with jax.named_scope("finish"):
+            if "latent_out" in self.weights:
+                out = self.linear(out, "latent_out", i, tokens)
+                if "shared_down" in self.weights:
+                    normed = self.norm(x, self.mlp_norm, i)
+                    out = self._plus_shared_expert(i, out, normed, tokens)
             if "shared_norm" in self.weights:
                 hidden = self._gate(self.norm(x, "shared_norm", i), "shared_", i, tokens)
                 shared = self.linear(hidden, "shared_down", i, tokens)
@@ -406,8 +443,10 @@ class LayerStack(nnx.Module):
             return x + self._scale_added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
-        """x [T, D] plus the gated feed-forward of a layer without experts; without x if `finish`
-        adds it."""
+        """x [T, D] plus the feed-forward of a layer without experts; without x if `finish` adds
+        it."""
+        if self.config.attention_only:
+            return x
         with jax.named_scope("feed_forward"):
             normed = self.norm(x, self.mlp_norm, i)
             hidden = self._gate(normed, "", i, tokens)
@@ -417,7 +456,10 @@ class LayerStack(nnx.Module):
             return lax.optimization_barrier(out)
 
     def _gate(self, normed, key, i, tokens):
-        """The activated gate times up, before the product with `down`."""
+        """What goes into the product with `down`: the activated gate times up."""
+        if self.config.ungated:
+            up = self.linear(normed, f"{key}up", i, tokens, out_dtype=jnp.float32)
+            return (jax.nn.relu(up) * up).astype(normed.dtype)
         gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
@@ -494,6 +536,9 @@ class Decoder(nnx.Module):
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap
 
+
+SECOND = "second_"
+"""Before the parameters of a layer's second attention and of the feed-forward behind it."""
 
 UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})
 """Parameters of layers that are stored less one in models with unit_offset_norms."""

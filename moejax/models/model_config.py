@@ -34,6 +34,7 @@ class LayerKind:
     head_dim: int
     rope: Rope
     rotary_width: int | None = None
+    attention_only: bool = False
 
 
 class PageGroup(NamedTuple):
@@ -41,6 +42,7 @@ class PageGroup(NamedTuple):
     window."""
 
     layers: tuple[int, ...]
+    """See ModelConfig.page_places."""
     window: Window | None
     row_values: int
     """Values of a KV row."""
@@ -165,6 +167,18 @@ class ModelConfig:
     """Of the checkpoint's matrices, as their authors quantized them."""
     layer_kinds: tuple[LayerKind, ...] | None = None
     """The kind of each layer; None: all layers have the model's own fields."""
+    attention_only: bool = False
+    """Whether the layer has neither experts nor a feed-forward."""
+    ungated: bool = False
+    """Whether experts and feed-forwards have two matrices, up and down, with a squared ReLU
+    between."""
+    zero_experts: int = 0
+    """Experts after the last one that a router may choose and whose output is their input."""
+    second_attention: bool = False
+    """Whether a layer has two attentions, each with a feed-forward behind it. Its experts read what
+    the first feed-forward reads, and are added at the end."""
+    latent_width: int = 0
+    """Values that experts read and write, between two projections; 0: those of the layer."""
 
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration as a layer has it."""
@@ -219,11 +233,12 @@ class ModelConfig:
         which have one size, waste least.
         """
         alike: dict[tuple[KVPage, Window | None], list[int]] = {}
-        for layer, window in enumerate(self.windows):
+        for layer, window in enumerate(self.windows * self.attentions):
             if layer in self.state_layers:
                 continue
             seen = None if window is None else Window(window, self.chunked_window)
-            alike.setdefault((self.of_layer(layer).page(1), seen), []).append(layer)
+            own = self.of_layer(layer % self.num_hidden_layers)
+            alike.setdefault((own.page(1), seen), []).append(layer)
         values = {key: key[0].rows_per_token * key[0].head_dim for key in alike}
 
         def per_group(size: int) -> dict[tuple[KVPage, Window | None], int]:
@@ -308,10 +323,22 @@ class ModelConfig:
         return self.swiglu or self.hidden_act
 
     @property
+    def attentions(self) -> int:
+        """Attentions of a layer."""
+        return 2 if self.second_attention else 1
+
+    @property
+    def expert_hidden(self) -> int:
+        """Values that an expert reads and writes."""
+        return self.latent_width or self.hidden_size
+
+    @property
     def xla_only(self) -> str | None:
         """What of the experts only XLA computes; None: nothing."""
         if self.expert_bias:
             return "biases of experts"
+        if self.ungated:
+            return "experts of two matrices"
         return None if self.swiglu is None else "a clamped SwiGLU"
 
     @property
@@ -326,13 +353,13 @@ class ModelConfig:
     @property
     def page_places(self) -> list[tuple[int, int]]:
         """(group, place among its layers) of each layer's pages; of a layer with state its place
-        among these."""
+        among these. The second attentions of layers follow all first ones."""
         places = {layer: (0, place) for place, layer in enumerate(self.state_layers)} | {
             layer: (number, place)
             for number, group in enumerate(self.page_groups)
             for place, layer in enumerate(group.layers)
         }
-        return [places[layer] for layer in range(self.num_hidden_layers)]
+        return [places[layer] for layer in range(self.num_hidden_layers * self.attentions)]
 
     @property
     def page_row_values(self) -> int:
@@ -362,8 +389,8 @@ class ModelConfig:
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
         dtype = default_dtype(itemsize)
-        sizes = self.hidden_size, self.moe_intermediate_size
-        return RecordFormat("dense", *sizes, dtype, self.expert_bias)
+        sizes = self.expert_hidden, self.moe_intermediate_size
+        return RecordFormat("dense", *sizes, dtype, self.expert_bias, not self.ungated)
 
     def slot_layout(
         self,
@@ -377,13 +404,14 @@ class ModelConfig:
         - `versions`, `dtype`: see host_offload.memory.layout.slot_layout.
         """
         layout = slot_layout(
-            hidden=self.hidden_size,
+            hidden=self.expert_hidden,
             width=self.moe_intermediate_size,
             itemsize=itemsize,
             **self.page_rows,
             versions=versions,
             dtype=dtype,
             biases=self.expert_bias,
+            gated=not self.ungated,
             windows=tuple(group.window for group in self.page_groups),
         )
         if self.state is None:
@@ -403,13 +431,15 @@ def with_state(config: ModelConfig, kind: StateKind, layers: Sequence[bool]) -> 
 
 def finishes(config: ModelConfig, params: Container[str]) -> bool:
     """Whether `LayerStack.finish` ends layers with these parameters: what experts add is normalised
-    first, or attention is beside them."""
-    return config.parallel or ("router" in params and "mlp_out_norm" in params)
+    first, or projected, or attention is beside them."""
+    after = "mlp_out_norm" in params or "latent_out" in params
+    return config.parallel or ("router" in params and after)
 
 
 _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
     | {"mean_norms", "parallel", "routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
+    | {"attention_only", "ungated", "latent_width", "zero_experts", "second_attention"}
 )
 
 
@@ -425,7 +455,9 @@ def config_digest(config: ModelConfig) -> str:
     fields = dataclasses.asdict(dataclasses.replace(config, quantization=None))
     del fields["quantization"]
     # Fields that older releases had not are left out where a model does not use them.
-    fields = {key: v for key, v in fields.items() if v or key not in _NEWER}
+    for table in (fields, *(fields["layer_kinds"] or ())):
+        for key in [key for key in table if key in _NEWER and not table[key]]:
+            del table[key]
     # Files of older releases have digests with this name and None for grouped-query attention.
     if fields["mlp_multiplier"] == 1:
         del fields["mlp_multiplier"]

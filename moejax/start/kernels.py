@@ -257,7 +257,9 @@ NARROW_BYTES = 1 << 32
 _STATE_NORMS = frozenset({"state_norm", "step_norm", "key_norm", "read_norm"})
 _OTHER_NORMS = _STATE_NORMS | {"q_norm", "k_norm", "q_a_norm"}
 _NOT_LINEAR = frozenset({"kv_b", "a_log"})
-_WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate", "index_weights"})
+_WIDE_RESULT = frozenset(
+    {"router", "gate_up", "up", "shared_gate_up", "shared_up", "shared_gate", "index_weights"}
+)
 """Parameters whose products LayerStack computes in float32."""
 
 

@@ -52,11 +52,12 @@ def formats_of(
     precision: Precision, layout: SlotLayout, store: ExpertStore, packed: tuple[str, ...] = ()
 ) -> Formats | None:
     """Returns how each version lies in cells and in its store, or None for dense alone without
-    biases, which is what ops take without formats.
+    biases and with gates, which is what ops take without formats.
 
     - `packed`: the version of packed residents.
     """
-    if precision.versions == ("dense",) and not packed and not layout.records[0].biases:
+    plain = layout.records[0].gated and not layout.records[0].biases
+    if precision.versions == ("dense",) and not packed and plain:
         return None
     versions = (*stored_versions(precision, store), *packed)
     cells = layout.records * len(versions) if precision.in_transit else layout.records
@@ -214,7 +215,7 @@ def checkpoint_notes(precision: Precision, config: ModelConfig, layout: SlotLayo
     formats = []
     for version, layers in held.items():
         record = next(record for record in layout.records if record.version == version)
-        bits = 8 * record.nbytes / (3 * record.width * record.hidden)
+        bits = 8 * record.nbytes / record.values
         some = f" in {len(layers)} of {sum(config.moe_layers)} layers" if len(held) > 1 else ""
         formats.append(f"{version}, {bits:.3g} bits a weight{some}")
     return [

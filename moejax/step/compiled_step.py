@@ -51,6 +51,7 @@ from pallas_kernels.stage import Entries
 if TYPE_CHECKING:
     from moejax.models.attention.kind import Tokens
     from moejax.models.layers import Decoder, LayerStack
+    from moejax.models.model_config import ModelConfig
 
 LAYERS_A_TURN = 4, 8
 """Most layers in one turn of a loop whose layers carry their index: with plans, without plans.
@@ -121,7 +122,7 @@ def device_step(
     counts = few and ends and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
-        carry = _share_outputs(carry, k, context, counts)
+        carry = _share_outputs(carry, model.config, context, counts)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
         x, memory, trajectory = carry.x, carry.memory, carry.trajectory
@@ -133,10 +134,13 @@ def device_step(
             memory = materialize(memory, upcoming, x, context)
         carry = _attend(stack, i, carry._replace(memory=memory), tokens, context)
         before = carry.x
+        # If routing did not wait for attention, fills could come before it reads the arena, and XLA
+        # would copy the arena.
         if stack.config.parallel:
-            # If routing did not wait for attention, fills could come before it reads the arena, and
-            # XLA would copy the arena.
             carry = carry._replace(x=jnp.where(zero_after(before) == 0, x, before))
+        if stack.second is not None:
+            after = zero_after(before[:, -1:])  # of the second attention
+            carry = carry._replace(x=jnp.where(after == 0, before, 0))
         if not stack.is_moe:
             out = stack.feed_forward(i, carry.x, tokens)
             out = stack.finish(i, before, out, tokens) if stack.finishes else out
@@ -188,17 +192,19 @@ def _attend(
     return carry._replace(x=x, memory=memory, squares=squares, counters=counters)
 
 
-def _share_outputs(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
+def _share_outputs(
+    carry: _Carry, config: ModelConfig, context: StepContext, counts: bool
+) -> _Carry:
     """Returns the carry with one y, and one array of records, for all layers of a decode step.
 
     No layer then zeroes a y of its own, since the same tokens are padding in every layer. A prefill
     step does without: its y would take memory beside all that attention needs, and taking its
     records apart would copy megabytes.
 
-    - `k`: experts a token.
     - `counts`: whether MoE layers carry their index.
     """
-    pairs, (layers, experts) = carry.x.shape[0] * k, carry.memory.tables.address.shape
+    layers, experts = carry.memory.tables.address.shape
+    pairs = carry.x.shape[0] * config.num_experts_per_tok
     counted = not context.resident  # resident steps count after the last layer
     size = record_size(pairs, experts, len(context.stores)) if counted else 2 * pairs
     records = jnp.zeros((layers, size), jnp.int32)
@@ -206,7 +212,7 @@ def _share_outputs(carry: _Carry, k: int, context: StepContext, counts: bool) ->
     if counts and context.ops.merges_by_counters:
         heads = carry.x.shape[0] * context.page.kv_heads
         counters = jnp.zeros(max(counters_size(*carry.x.shape), heads), jnp.int32)
-    y = zero_outputs(pairs, carry.x.shape[1])
+    y = zero_outputs(pairs, config.expert_hidden)
     return carry._replace(y=y, records=records, counters=counters)
 
 

@@ -97,8 +97,9 @@ class _StepPart:
             donated |= summed
         if name in ("route", "attend"):
             stack = self._stack(self.programs.params)
-            if stack.config.parallel if name == "attend" else stack.finishes:
-                donated -= {"x"}  # read again later
+            again = stack.config.parallel if name == "attend" else stack.finishes
+            if again or stack.second is not None:  # x is read later, or of another shape
+                donated -= {"x", "attended"}
         _, *parameters = inspect.signature(method).parameters  # the first one is self
         shapes = self.shapes()
         args = [shapes[parameter] for parameter in parameters]
@@ -110,11 +111,12 @@ class _StepPart:
     def shapes(self) -> dict[str, Any]:
         """Returns the shapes of arguments, by name of the parameter."""
         programs, config, key = self.programs, self.programs.steps.config, self.key
-        experts, hidden = config.num_experts, config.hidden_size
+        experts, hidden = config.num_experts, config.expert_hidden
         layers, tokens = programs.tables.clock.shape[0], programs.tokens(key)
         array, batch, routing = programs.array, programs.batch(key), programs.routing(key)
         dtype = jax.eval_shape(self.embed, programs.params, batch).dtype
-        x, index, flags = array(tokens, hidden, dtype=dtype), array(), array(experts, dtype=bool)
+        x = array(tokens, config.hidden_size, dtype=dtype)
+        index, flags = array(), array(experts, dtype=bool)
         y = array(routing.ids.size, hidden, dtype=jnp.float32)
         put = min(PUT.get(key.kind, 1), routing.ids.size)
         counts = array(counts_size(experts, len(programs.stores)))
@@ -131,7 +133,8 @@ class _StepPart:
             "arena": programs.arena,
             "tables": programs.tables,
             "x": x,
-            **dict.fromkeys(("normed", "out"), x),
+            "attended": array(tokens, config.hidden_size * config.attentions, dtype=dtype),
+            **dict.fromkeys(("normed", "added", "out"), array(tokens, hidden, dtype=dtype)),
             "ids": routing.ids,
             "weights": routing.weights,
             **dict.fromkeys(("i", "layer", "wave", "expert", "count"), index),
@@ -171,8 +174,8 @@ class _StepPart:
         x, arena, *_ = stack.attend(i, x, arena, tokens, self.programs.page.block_size)
         return x, arena
 
-    @_part(donated="x")
-    def route(self, params, x, batch, i, *more):
+    @_part(donated="attended")
+    def route(self, params, attended, batch, i, *more):
         """Routes a layer.
 
         - `more`: addresses [L, E] if routers favour residents, then a routing if it is forced.
@@ -182,7 +185,7 @@ class _StepPart:
             context = self.context()
             favour = favour_residents(more.pop(0), stack.first_moe_layer + i, context)
         forced = more.pop() if self.key.forced else None
-        return route_layer(stack, i, x, self._tokens(batch)[1], forced, favour)
+        return route_layer(stack, i, attended, self._tokens(batch)[1], forced, favour)
 
     @_part()
     def observe(self, params, normed, batch, i):
@@ -197,17 +200,17 @@ class _StepPart:
     def finish(self, params, x, out, batch, i):
         return self._stack(params).finish(i, x, out, self._tokens(batch)[1])
 
-    @_part(donated="arena tables", summed="x")
-    def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
+    @_part(donated="arena tables", summed="added")
+    def experts(self, stores, arena, tables, added, normed, ids, weights, layer):
         context, memory = self.context(stores), DeviceMemory(arena, tables)
         find = compute_materialized if context.window else page_and_compute
         y = zero_outputs(ids.size, normed.shape[1])
         y, memory, counts = find(y, normed, ids, memory, layer, context)
-        return add_experts(x, y, weights, context.ops), *memory, counts
+        return add_experts(added, y, weights, context.ops), *memory, counts
 
     @_part()
     def blank(self, tables, ids):
-        y = zero_outputs(ids.size, self.programs.steps.config.hidden_size)
+        y = zero_outputs(ids.size, self.programs.steps.config.expert_hidden)
         versions = len(self.programs.stores)
         return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
 
@@ -244,14 +247,14 @@ class _StepPart:
         return y.at[slots].set(rows, mode="drop", unique_indices=True)
 
     @_part(donated="y")
-    def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
+    def compute(self, y, arena, tables, stores, normed, ids, layer, listed, count):
         """Returns y with the rows of the first `count` experts of `listed`, which have cells."""
         context = self.context(stores)
-        batch = ExpertBatch(listed, count, ids, x)
+        batch = ExpertBatch(listed, count, ids, normed)
         return compute(y, arena, batch, context.places(tables, layer), context)
 
     @_part(donated="y")
-    def through(self, y, stores, x, ids, layer, expert, pieces):
+    def through(self, y, stores, normed, ids, layer, expert, pieces):
         """Computes an expert without a cell from its record, used as an arena of one cell. Returns
         (y, a value that is ready once the record was read)."""
         context, record = self.context(stores), jnp.concatenate(pieces)
@@ -260,7 +263,7 @@ class _StepPart:
         record = jnp.pad(record, ((0, most - record.shape[0]), (0, 0)))
         first = jnp.zeros(self.programs.tables.address.shape, jnp.int32)
         listed = jnp.full(first.shape[1], -1, jnp.int32).at[0].set(expert)
-        batch = ExpertBatch(listed, jnp.int32(1), ids, x)
+        batch = ExpertBatch(listed, jnp.int32(1), ids, normed)
         version = jnp.full_like(first, self.key.run or 0)
         places = ExpertPlaces(context.stores, layer, first, version)
         return compute(y, record, batch, places, context), record[0, 0]
@@ -274,16 +277,16 @@ class _StepPart:
         return jnp.where(tables.address[layer] < 0, version, -1)
 
     @_part(donated="arena tables")
-    def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
+    def accelerate(self, stores, arena, tables, normed, ids, layer, elsewhere):
         """Computes the device's experts. Returns (y, arena, tables, counts)."""
         context, memory = self.context(stores), DeviceMemory(arena, tables)
-        y = zero_outputs(ids.size, x.shape[1])
-        y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
+        y = zero_outputs(ids.size, normed.shape[1])
+        y, memory, counts = page_and_compute(y, normed, ids, memory, layer, context, elsewhere)
         return y, *memory, counts
 
-    @_part(summed="x")
-    def combine(self, x, y, weights):
-        return add_experts(x, y, weights, self.context().ops)
+    @_part(summed="added")
+    def combine(self, added, y, weights):
+        return add_experts(added, y, weights, self.context().ops)
 
     @_part()
     def output(self, params, x, batch, traces, writes):

@@ -37,6 +37,11 @@ void multiply_transposed(Pool& pool, const Kernels& kernels, const std::vector<P
 
 // ---- records: expert_ffn, fill
 
+// Whether experts have a gate that is not up.
+static inline bool has_gate(const Format& f) {
+  return f.matrix[GATE].codes != f.matrix[UP].codes;
+}
+
 // The records of one version: how they lie in cells, and in their store.
 struct StoredVersion {
   Format cell, held;       // held: in the store

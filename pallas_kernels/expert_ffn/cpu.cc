@@ -164,9 +164,14 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   }
   if (e.format->bias[GATE] && !arrived(work, e, DOWN)) return;  // biases come last
   if (!arrived(work, e, GATE)) return;
-  products(work, e, GATE, first, rows, x.data(), gate.get());
-  if (!arrived(work, e, UP)) return;
-  products(work, e, UP, first, rows, x.data(), up.get());
+  const bool gated = has_gate(*e.format);
+  products(work, e, gated ? GATE : UP, first, rows, x.data(), gate.get());
+  if (gated) {
+    if (!arrived(work, e, UP)) return;
+    products(work, e, UP, first, rows, x.data(), up.get());
+  } else {
+    std::copy(gate.get(), gate.get() + e.tokens * kMostRows, up.get());
+  }
   for (int64_t t = 0; t < e.tokens; t++) {
     float *mine = &gate[t * kMostRows], rounded[kMostRows];
     add_biases(work, e, GATE, first, rows, mine);

@@ -21,6 +21,7 @@ class Spec:
     versions: tuple[str | tuple[str, str], ...] = ()
     """Versions of the experts, in turn: a name, or (in a cell, in the store); empty: dense."""
     biases: bool = False
+    gated: bool = True
 
 
 SPECS = (

@@ -71,14 +71,16 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
   for (const Decoded& d : decoded) {
     if (hanging.count(d.cell)) continue;
     const Format& cell = d.version.cell;
+    const int first_matrix = has_gate(cell) ? GATE : UP;
     const auto rows = [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; r++) {
-        if (const int64_t bias = r - 3 * cell.width; bias >= 0) {  // their rows follow, in every version
+        // Rows of biases follow, in every version.
+        if (const int64_t bias = r - (DOWN + 1 - first_matrix) * cell.width; bias >= 0) {
           const uint16_t* from = d.record + (d.version.held.bias[GATE] + bias) * all.hidden;
           std::memcpy(d.cell + r * all.hidden, from, all.hidden * sizeof *from);
           continue;
         }
-        k.decode(d.version.held, d.record, static_cast<int>(r / cell.width), r % cell.width, 0,
+        k.decode(d.version.held, d.record, static_cast<int>(r / cell.width) + first_matrix, r % cell.width, 0,
                  all.hidden, nullptr, d.cell + r * all.hidden);
       }
     };

@@ -52,6 +52,7 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
     """A format as `format_of` of handlers.cc reads it."""
 
     def first(matrix, *names):
+        matrix = "up" if matrix == "gate" and not fmt.gated else matrix
         return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
 
     numbers = [fmt.rows, fmt.blocks, fmt.escapes, first("tables", "")]

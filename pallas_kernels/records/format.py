@@ -49,6 +49,9 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
 
 If the experts have biases, every version ends with ``gate_bias`` and ``up_bias`` (I values in the
 run's dtype) and ``down_bias`` (D values), each in whole rows of D values.
+
+An expert whose gate is its up has no parts of gate (`RecordFormat.gated`). Only ``tables`` keep
+blocks for it, unused.
 """
 
 from __future__ import annotations
@@ -148,6 +151,8 @@ class RecordFormat:
     """The run's dtype, and that of decoded weights: "bfloat16", "float16" or "float32"."""
     biases: bool = False
     """Whether the results of gate, up and down have biases."""
+    gated: bool = True
+    """False: gate is up, and records have it once."""
 
     def __post_init__(self):
         encodings = encodings_of(self.version)
@@ -179,9 +184,20 @@ class RecordFormat:
         return -(-values // self.hidden) if self.biases else 0
 
     @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices of a record, in order."""
+        return MATRICES if self.gated else MATRICES[1:]
+
+    @property
+    def values(self) -> int:
+        """Weights of an expert, without biases."""
+        return len(self.matrices) * self.width * self.hidden
+
+    @property
     def weight_rows(self) -> int:
-        """Rows of D values in the run's dtype of a decoded expert: 3·I, and those of biases."""
-        return 3 * self.width + sum(map(self.bias_rows, MATRICES))
+        """Rows of D values in the run's dtype of a decoded expert: I of each matrix, and those of
+        biases."""
+        return len(self.matrices) * self.width + sum(map(self.bias_rows, self.matrices))
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -293,13 +309,13 @@ class RecordFormat:
 
     @property
     def waited(self) -> tuple[int, ...]:
-        """Bytes of the parts that ops wait for one by one: the three matrices of a dense record,
-        down with the biases, and the whole of any other record, whose matrices are spread over
-        several parts."""
+        """Bytes of the parts that ops wait for one by one: the matrices of a dense record, down
+        with the biases, and the whole of any other record, whose matrices are spread over several
+        parts."""
         if self.version != "dense":
             return (self.nbytes,)
-        gate, up = (self.parts[matrix][1] * self.hidden * 2 for matrix in ("gate", "up"))
-        return gate, up, self.nbytes - gate - up
+        before = [self.parts[matrix][1] * self.hidden * 2 for matrix in self.matrices[:-1]]
+        return *before, self.nbytes - sum(before)
 
 
 @functools.cache
@@ -307,12 +323,12 @@ def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
     first, parts = 0, {}
     encodings = fmt.encodings
     for field in dict.fromkeys(field for each in encodings.values() for field in each.fields):
-        having = [matrix for matrix in MATRICES if field in encodings[matrix].fields]
+        having = [matrix for matrix in fmt.matrices if field in encodings[matrix].fields]
         for matrix in having if field != "tables" else ("",):
             name = "_".join(filter(None, (matrix, field.removeprefix("weights"))))
             parts[name] = (first, _rows(fmt, field, matrix))
             first += parts[name][1]
-    for matrix in MATRICES if fmt.biases else ():
+    for matrix in fmt.matrices if fmt.biases else ():
         parts[f"{matrix}_bias"] = (first, fmt.bias_rows(matrix) * fmt.itemsize // 2)
         first += parts[f"{matrix}_bias"][1]
     return types.MappingProxyType(parts)

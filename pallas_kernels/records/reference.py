@@ -13,8 +13,8 @@ from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, SCALE_BYTES, 
 
 
 def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
-    """The weights [3·I, D] of an expert in the run's dtype: gate rows, up rows, rows of down^T. If
-    it has biases, their rows follow: [fmt.weight_rows, D].
+    """The weights [fmt.weight_rows, D] of an expert in the run's dtype: I rows of each of
+    fmt.matrices, gate, up and down^T, then those of biases.
 
     record: uint16[rows, D]. Raises ValueError for another shape.
     """
@@ -27,10 +27,10 @@ def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
     if "tables" in fmt.encoding.fields:
         decoded = [_decode_lossless(record, fmt)]
     else:
-        decoded = [_matrix(record, fmt, matrix) for matrix in MATRICES]
+        decoded = [_matrix(record, fmt, matrix) for matrix in fmt.matrices]
     if fmt.biases:
-        first, _ = fmt.parts["gate_bias"]
-        rows = (fmt.weight_rows - 3 * fmt.width) * fmt.itemsize // 2
+        first, _ = fmt.parts[f"{fmt.matrices[0]}_bias"]
+        rows = sum(map(fmt.bias_rows, fmt.matrices)) * fmt.itemsize // 2
         decoded.append(_as_weights(record[first : first + rows], fmt))
     return jnp.concatenate(decoded)
 
@@ -39,14 +39,16 @@ def split_weights(weights: jax.Array, fmt: RecordFormat) -> tuple[list[jax.Array
     """gate, up and down^T [I, D] of a decoded expert, and their biases [I], [I] and [D], or None
     each if it has none."""
     width = fmt.width
-    matrices = [weights[i * width : (i + 1) * width] for i in range(len(MATRICES))]
-    biases: list[jax.Array | None] = [None] * len(MATRICES)
-    first = 3 * width
-    for number, matrix in enumerate(MATRICES if fmt.biases else ()):
+    matrices = [weights[i * width : (i + 1) * width] for i in range(len(fmt.matrices))]
+    biases: list[jax.Array | None] = [None] * len(matrices)
+    first = len(matrices) * width
+    for number, matrix in enumerate(fmt.matrices if fmt.biases else ()):
         last = first + fmt.bias_rows(matrix)
         values = fmt.hidden if matrix == "down" else width
         biases[number] = weights[first:last].reshape(-1)[:values]
         first = last
+    if not fmt.gated:
+        matrices, biases = [matrices[0], *matrices], [biases[0], *biases]
     return matrices, biases
 
 
@@ -157,6 +159,8 @@ def _decode_lossless(record: jax.Array, fmt: RecordFormat) -> jax.Array:
     tables = _part(record, fmt, "tables", (3 * fmt.blocks, 1 + fmt.escapes))
     matrices = []
     for number, matrix in enumerate(MATRICES):
+        if matrix not in fmt.matrices:
+            continue
         byte = _codes(record, fmt, matrix, "bytes", 8)
         code = _codes(record, fmt, matrix, "codes", 4)
         block = number * fmt.blocks + jnp.arange(fmt.width)[:, None] // BLOCK

@@ -10,12 +10,12 @@ from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels.contract import POISON
 
 
-def formats(versions, hidden: int, width: int, dtype: str, places=None, biases: bool = False):
-    """versions: per number a name, or (in a cell, in the store)."""
+def formats(versions, hidden: int, width: int, dtype: str, places=None, **more: bool):
+    """versions: per number a name, or (in a cell, in the store). more: of RecordFormat."""
     made = []
     for number, version in enumerate(versions):
         names = (version,) * 2 if isinstance(version, str) else version
-        cell, store = (RecordFormat(name, hidden, width, dtype, biases) for name in names)
+        cell, store = (RecordFormat(name, hidden, width, dtype, **more) for name in names)
         made.append(VersionFormats(cell, store, places and places[number]))
     return tuple(made)
 
@@ -27,10 +27,11 @@ def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarr
     them far smaller, so that there are escapes.
     """
     width, hidden = fmt.width, fmt.hidden
-    sizes = np.repeat([hidden**-0.5, hidden**-0.5, width**-0.5], width)[:, None]
+    each = [(width if matrix == "down" else hidden) ** -0.5 for matrix in fmt.matrices]
+    sizes = np.repeat(each, width)[:, None]
     if not fmt.lossy:
         weights = rng.standard_normal((count, fmt.weight_rows, hidden))
-        weights[:, : 3 * width] *= sizes
+        weights[:, : len(sizes)] *= sizes
         weights[rng.random(weights.shape) < 1e-3] *= 2.0**-20
         return encode(weights.astype(NUMPY_DTYPES[fmt.dtype]), fmt)
     made = np.full((count, fmt.rows, hidden), POISON, np.uint16)

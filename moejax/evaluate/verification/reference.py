@@ -27,7 +27,7 @@ KNOWN = attention.PARAMETERS | {
     *("input_norm", "post_norm", "router", "correction", "gate_up", "down"),
     *("shared_gate_up", "shared_down", "shared_gate", "attention_out_norm", "mlp_out_norm"),
     *("router_norm", "shared_norm", "shared_out_norm", "experts_out_norm"),
-    *("expert_scale", "layer_scale"),
+    *("expert_scale", "layer_scale", "up", "shared_up", "latent_in", "latent_out"),
 }
 """Parameters of a layer that are computed with here, and their biases."""
 
@@ -78,9 +78,9 @@ class Tensors:
         shape = header.shape if rows is None else (rows, *header.shape[1:])
         return self._rows(name, None, first, shape)
 
-    def parts(self, prefix: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> np.ndarray:
+    def parts(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> np.ndarray:
         """The tensors of a parameter, one after the other."""
-        return np.concatenate([self.read(prefix + name) for name, _ in parts])
+        return np.concatenate([self.read(name) for name, _ in parts])
 
     def expert(self, layer: int, expert: int, matrix: str) -> np.ndarray:
         """gate or up [F, D], or down [D, F], of an expert of a MoE layer, or its bias."""
@@ -142,9 +142,8 @@ class Reference:
           to a token, either may come first, and a state is compared with one of the same experts.
         """
         for number in range(self.config.num_hidden_layers if count is None else count):
-            prefix = f"model.layers.{number}."
             params = {
-                key: jnp.asarray(self._tensors.parts(prefix, parts))
+                key: jnp.asarray(self._tensors.parts(parts))
                 for key, parts in layer_params(self.config, number).items()
             }
             layer = Layer(self.config.of_layer(number), params, number)
@@ -159,13 +158,17 @@ class Reference:
         x = x + factor * layer.norm(heads, "attention_out_norm")
         if not config.parallel:
             before, normed = x, layer.norm(x, "post_norm")
+        if config.attention_only:
+            return x, normed, wrong
         if not config.moe_layers[layer.number]:
             out = self._gated(layer, normed, "")
         else:
             routed = normed
             if "router_norm" in layer.params:
                 routed = layer.norm(before, "router_norm") * config.hidden_size**-0.5
-            out, wrong = self._experts(layer, normed, routed, followed)
+            given = self._latent(layer, normed, "latent_in")
+            out, wrong = self._experts(layer, given, routed, followed)
+            out = self._latent(layer, out, "latent_out")
             out = layer.norm(out, "experts_out_norm")
             if "shared_down" in layer.params:
                 out = out + self._shared(layer, before, normed)
@@ -177,7 +180,7 @@ class Reference:
         """float32[T, V] of x after the last layer."""
         config, names = self.config, model_params(self.config)
         params = {
-            key: jnp.asarray(self._tensors.parts("", parts))
+            key: jnp.asarray(self._tensors.parts(parts))
             for key, parts in names.items()
             if key.startswith("final_norm")
         }
@@ -189,7 +192,7 @@ class Reference:
             pieces.append(x @ self._tensors.read(head, first, rows).T)
         logits = np.concatenate([np.asarray(piece) for piece in pieces], axis=1)
         if "lm_head_bias" in names:
-            logits = logits + self._tensors.parts("", names["lm_head_bias"])
+            logits = logits + self._tensors.parts(names["lm_head_bias"])
         logits, cap = logits / config.logits_scaling, config.logits_cap
         return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -202,7 +205,15 @@ class Reference:
 
     # ---- parts of a layer
 
+    @staticmethod
+    def _latent(layer: Layer, x, name):
+        """x, or its projection where experts are latent."""
+        return layer.linear(x, name) if name in layer.params else x
+
     def _gated(self, layer: Layer, normed, key):
+        if self.config.ungated:
+            up = layer.linear(normed, f"{key}up")
+            return layer.linear(jax.nn.relu(up) ** 2, f"{key}down")
         gate, up = jnp.split(layer.linear(normed, f"{key}gate_up"), 2, axis=-1)
         hidden = _ACTIVATIONS[self.config.hidden_act](gate) * up
         return layer.linear(hidden, f"{key}down")
@@ -247,6 +258,8 @@ class Reference:
             bias = self.config.expert_bias
             return y + self._tensors.expert(moe, expert, f"{matrix}_bias") if bias else y
 
+        if self.config.ungated:
+            return product(jax.nn.relu(product(x, "up")) ** 2, "down")
         gate, up, clamped = product(x, "gate"), product(x, "up"), self.config.swiglu
         if clamped is None:
             return product(_ACTIVATIONS[self.config.hidden_act](gate) * up, "down")

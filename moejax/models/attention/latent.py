@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from moejax.models.attention.kind import AttentionNumbers, attention_options
+from moejax.models.attention.kind import AttentionLayer, AttentionNumbers, attention_options
 from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, KVPlaces, WriteOptions
 from pallas_kernels.latent_write import LatentHeads, latent_write
@@ -59,6 +59,10 @@ class LatentAttention:
         """Queries [T, H, hd] times a factor of their positions int32[T]: here none."""
         return q
 
+    def latent_norm(self, stack: AttentionLayer) -> jax.Array:
+        """[L, latent], the weights of the latent values' norm."""
+        return stack.weight("kv_a_norm")
+
     def extend(self, stack, i, normed, compressed, kv, tails, tokens):
         """What latent_write takes: (kv [T, page.head_dim], tails of queries [T, heads, head_dim −
         latent], frequencies), and what `choose` takes."""
@@ -81,7 +85,7 @@ class LatentAttention:
         kv, tails, frequencies, weights = self.extend(
             stack, i, normed, compressed, kv, tails, tokens
         )
-        latent = LatentHeads(kv, stack.weight("kv_a_norm"), i, tails, frequencies)
+        latent = LatentHeads(kv, self.latent_norm(stack), i, tails, frequencies)
         places = KVPlaces(tokens.positions, tokens.pages, stack.page_layer(i))
         write = WriteOptions(
             page, stack.attention_factor, NORM_EPS, self.rope_interleave, stack.ops.latent_write

@@ -4,6 +4,7 @@ heads of another size; norms before and after every part; a feed-forward beside 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,8 +119,8 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def _of_whole_layers(
-    fields: Fields, hidden: int, own: dict[str, int], sliding: tuple[bool, ...]
-) -> dict[str, int]:
+    fields: Fields, hidden: int, own: dict[str, Any], sliding: tuple[bool, ...]
+) -> dict[str, Any]:
     """num_attention_heads, num_key_value_heads and head_dim of layers that see all: transformers 5
     writes them into per_layer_config, published files have global_head_dim and
     num_global_key_value_heads.

@@ -70,30 +70,37 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     mamba = config.attention
     if not isinstance(mamba, Mamba2):
         return params
-    hidden, shape = config.hidden_size, mamba.shape
     for name in ("qkv", "qkv_bias", "o", "o_bias"):
         params.pop(name, None)
+    return params | mamba2_params(mamba, config.hidden_size)
+
+
+def mamba2_params(mamba: Mamba2, hidden: int, name: str = "mamba.") -> dict[str, Parts]:
+    """A layer of Mamba-2 without its norm. name: the beginning of its tensors' names."""
+    shape = mamba.shape
     rows = shape.values + shape.columns + shape.steps
-    params |= {
-        "state_in": (("mamba.in_proj.weight", (rows, hidden)),),
-        "conv": (("mamba.conv1d.weight", (mamba.mixed, 1, mamba.taps)),),
-        "a_log": (("mamba.A_log", (shape.steps,)),),
-        "dt_bias": (("mamba.dt_bias", (shape.steps,)),),
-        "skip": (("mamba.D", (shape.steps,)),),
-        "state_norm": (("mamba.norm.weight", (shape.values,)),),
-        "o": (("mamba.out_proj.weight", (hidden, shape.values)),),
+    params: dict[str, Parts] = {
+        "state_in": ((f"{name}in_proj.weight", (rows, hidden)),),
+        "conv": ((f"{name}conv1d.weight", (mamba.mixed, 1, mamba.taps)),),
+        "a_log": ((f"{name}A_log", (shape.steps,)),),
+        "dt_bias": ((f"{name}dt_bias", (shape.steps,)),),
+        "skip": ((f"{name}D", (shape.steps,)),),
+        "state_norm": ((f"{name}norm.weight", (shape.values,)),),
+        "o": ((f"{name}out_proj.weight", (hidden, shape.values)),),
     }
-    return params | mamba_bias_params(mamba, rows, hidden)
+    return params | mamba_bias_params(mamba, rows, hidden, name)
 
 
-def mamba_bias_params(mamba: StateSpace, rows: int, hidden: int) -> dict[str, Parts]:
+def mamba_bias_params(
+    mamba: StateSpace, rows: int, hidden: int, name: str = "mamba."
+) -> dict[str, Parts]:
     """Biases of a layer with state. rows: of its first projection."""
     params: dict[str, Parts] = {}
     if mamba.conv_bias:
-        params["conv_bias"] = (("mamba.conv1d.bias", (mamba.mixed,)),)
+        params["conv_bias"] = ((f"{name}conv1d.bias", (mamba.mixed,)),)
     if mamba.bias:
-        params["state_in_bias"] = (("mamba.in_proj.bias", (rows,)),)
-        params["o_bias"] = (("mamba.out_proj.bias", (hidden,)),)
+        params["state_in_bias"] = ((f"{name}in_proj.bias", (rows,)),)
+        params["o_bias"] = ((f"{name}out_proj.bias", (hidden,)),)
     return params
 
 

@@ -160,7 +160,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     Raises UserError for an unknown dtype.
     """
     record, params = expert_layout(config, dtype), abstract_params(config, dtype)
-    moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
+    moe_layers, expert = sum(config.moe_layers), record.values
     if record.biases:
         expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
@@ -283,6 +283,6 @@ def _part(key: str) -> str:
         return "shared experts"
     if key in ("router", "correction"):
         return "router"
-    if key.startswith(("gate_up", "down")):
+    if key.startswith(("gate_up", "up", "down", "latent")):
         return "feed-forward"
     return "norms" if "norm" in key else "attention"

@@ -16,17 +16,18 @@ def decode(records: np.ndarray, fmt: RecordFormat) -> np.ndarray:
     rows of their biases. records: uint16[n, rows, D]."""
     whole = np.empty((len(records), fmt.weight_rows, fmt.hidden), NUMPY_DTYPES[fmt.dtype])
     for record, all_rows in zip(records, whole, strict=True):
-        into = all_rows[: 3 * fmt.width].reshape(3, fmt.width, fmt.hidden)  # a view
+        count = len(fmt.matrices)
+        into = all_rows[: count * fmt.width].reshape(count, fmt.width, fmt.hidden)  # a view
         if fmt.biases:
-            rows = all_rows[3 * fmt.width :].reshape(-1).view(np.uint16)
-            rows[:] = record[fmt.parts["gate_bias"][0] :].reshape(-1)[: rows.size]
+            rows = all_rows[count * fmt.width :].reshape(-1).view(np.uint16)
+            rows[:] = record[fmt.parts[f"{fmt.matrices[0]}_bias"][0] :].reshape(-1)[: rows.size]
         if fmt.version == "dense":
             flat = into.reshape(-1).view(np.uint16)
             flat[:] = record.reshape(-1)[: flat.size]
         elif fmt.version == "lossless12":
             _decode_lossless(record, fmt, into.view(np.uint16))
         else:
-            for matrix, values in zip(MATRICES, into, strict=True):
+            for matrix, values in zip(fmt.matrices, into, strict=True):
                 _narrow(_dequantized(record, fmt, matrix), values)
     return whole
 
@@ -53,15 +54,15 @@ def _narrow(weights: np.ndarray, into: np.ndarray) -> None:
 
 
 def _decode_lossless(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> None:
-    """Fills the bits uint16[3, I, D] of a record's weights."""
+    """Fills the bits uint16[n, I, D] of a record's weights."""
     tables = _tables(record, fmt)
     rows = np.arange(fmt.width) // BLOCK
-    for number, matrix in enumerate(MATRICES):
+    for into, matrix in zip(bits, fmt.matrices, strict=True):
         code, byte = (
             _unpacked(record, fmt, matrix, "codes", 4),
             _unpacked(record, fmt, matrix, "bytes", 8),
         )
-        into, table = bits[number], tables[number]
+        table = tables[MATRICES.index(matrix)]
         np.subtract(table[rows, :1], code, out=into, casting="unsafe")
         into <<= 7
         wide = byte.astype(np.uint16)

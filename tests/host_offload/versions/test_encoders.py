@@ -37,7 +37,8 @@ seeds = st.integers(0, 2**32 - 1)
 
 def normal(fmt, n=2, seed=0, spread=0.03):
     rng = np.random.default_rng(seed)
-    values = rng.standard_normal((n, 3 * fmt.width, fmt.hidden), np.float32) * spread
+    rows = len(fmt.matrices) * fmt.width
+    values = rng.standard_normal((n, rows, fmt.hidden), np.float32) * spread
     return values.astype(NUMPY_DTYPES[fmt.dtype])
 
 
@@ -99,14 +100,15 @@ def test_each_weight_gets_its_nearest_code(shape, version, dtype, quantizer, exp
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("hidden", "width"), [(40, 33), (64, 150)])
-def test_every_version_keeps_biases_as_they_are(version, dtype, hidden, width):
+@pytest.mark.parametrize(("hidden", "width", "gated"), [(40, 33, True), (64, 150, False)])
+def test_every_version_keeps_biases_as_they_are(version, dtype, hidden, width, gated):
     if version == "lossless12" and dtype == "float32":
         return
-    fmt = RecordFormat(version, hidden, width, dtype, biases=True)
+    fmt = RecordFormat(version, hidden, width, dtype, biases=True, gated=gated)
     plain = dataclasses.replace(fmt, biases=False)
     weights = normal(plain)
-    rows = np.random.default_rng(1).standard_normal((2, fmt.weight_rows - 3 * width, hidden))
+    count, rng = fmt.weight_rows - plain.weight_rows, np.random.default_rng(1)
+    rows = rng.standard_normal((2, count, hidden))
     biases = rows.astype(NUMPY_DTYPES[dtype])
     made = np.full((2, fmt.rows, hidden), 0x7FC1, np.uint16)
     encode(np.concatenate([weights, biases], 1), fmt, out=made)
@@ -118,8 +120,8 @@ def test_every_version_keeps_biases_as_they_are(version, dtype, hidden, width):
     matrices, found = split_weights(decoded[0], fmt)
     assert [m.shape for m in matrices] == [(width, hidden)] * 3
     assert [b.size for b in found] == [width, width, hidden]
-    one = fmt.bias_rows("gate")
-    for bias, begin in zip(found, (0, one, 2 * one), strict=True):
+    one = fmt.bias_rows("up")
+    for bias, begin in zip(found, (0, one, 2 * one) if gated else (0, 0, one), strict=True):
         assert np.array_equal(bias, biases[0, begin:].reshape(-1)[: bias.size])
 
 

@@ -70,6 +70,18 @@ MAMBA2 = dict(
     layer_types=["mamba", "attention", "mamba"],
 )
 
+NEMOTRON = dict(
+    hybrid_override_pattern="MEM*E*-",
+    n_routed_experts=8,
+    head_dim=64,  # so that a state has one page
+    moe_latent_size=32,
+    moe_shared_expert_intermediate_size=40,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=12,
+)
+
 GROWING = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -161,6 +173,7 @@ SMALL: dict[str, dict[str, Any]] = {
         linear_head_dim=12,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
+    "NemotronHForCausalLM": NEMOTRON,
     "JambaForCausalLM": dict(
         num_experts=8, mamba_d_state=16, attn_layer_period=3, attn_layer_offset=1, head_dim=64
     ),
@@ -179,6 +192,21 @@ SMALL: dict[str, dict[str, Any]] = {
     "Glm4vMoeForConditionalGeneration": dict(n_routed_experts=8, first_k_dense_replace=1),
     "Mistral4ForCausalLM": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
     "DeepseekV32ForCausalLM": dict(LATENT, q_lora_rank=24, **INDEXER),
+    "LongcatFlashForCausalLM": dict(
+        LATENT,
+        q_lora_rank=24,
+        num_layers=2,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=48,
+        intermediate_size=None,
+        moe_intermediate_size=None,
+        zero_expert_num=4,
+    ),
+    "DbrxForCausalLM": dict(
+        hidden_act=None,
+        attn_config=dict(kv_n_heads=2, clip_qkv=1.5, rope_theta=1e4),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=8, moe_top_k=2),
+    ),
     "GlmMoeDsaForCausalLM": dict(LATENT, q_lora_rank=24, **INDEXER),
     "AfmoeForCausalLM": dict(
         num_experts=8, head_dim=16, sliding_window=70, global_attn_every_n_layers=2
@@ -247,7 +275,7 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     tensors = {}
     for name, place in expected_tensors(parse_config(config), ()).items():
         values = rng.standard_normal(place.shape)
-        if "norm" in name.split(".")[-2] and name.endswith("weight"):
+        if "norm" in name and name.endswith("weight") and len(place.shape) == 1:
             values = 1 + 0.3 * values
         elif len(place.shape) == 1:
             values *= 0.3
@@ -281,10 +309,10 @@ def stacked(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str,
 
 
 def write_checkpoint(
-    directory: Path, architecture: str, stack: bool = False, **fields: Any
+    directory: Path, architecture: str, stack: bool = False, shards: int = 1, **fields: Any
 ) -> Path:
     """The family's small model as a Hugging Face checkpoint without a tokenizer. stack: experts are
     stacked, whatever the family's published checkpoints are."""
     config = config_of(architecture, **fields)
     tensors = weights_of(config)
-    return write(directory, stacked(config, tensors) if stack else tensors, config)
+    return write(directory, stacked(config, tensors) if stack else tensors, config, shards)

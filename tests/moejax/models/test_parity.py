@@ -368,6 +368,36 @@ CASES = {
         {"expert_budget": "50%"},
         family="Glm4vMoe",
     ),
+    "LongCat-Flash: experts that return their input, biases, yarn that scales scores": Case(
+        {"attention_bias": True, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"expert_budget": "50%"},
+        family="LongcatFlash",
+    ),
+    "LongCat-Flash: every expert computes": Case(
+        {"zero_expert_num": 0, "routed_scaling_factor": 2.0},
+        {"expert_budget": "0%"},
+        family="LongcatFlash",
+    ),
+    "DBRX: clipped, one KV head, llama3 rope": Case(
+        {
+            "attn_config": {"kv_n_heads": 1, "clip_qkv": 0.8, "rope_theta": 1e4},
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        family="Dbrx",
+    ),
+    "DBRX: weights as they are": Case(
+        {
+            "ffn_config": {
+                "ffn_hidden_size": 32,
+                "moe_num_experts": 6,
+                "moe_top_k": 3,
+                "moe_normalize_expert_weights": None,
+            }
+        },
+        {"expert_budget": "0%"},
+        family="Dbrx",
+    ),
     "DeepSeek-V3.2: beyond index_topk tokens, yarn that scales cosines": Case(
         {"rope_parameters": MSCALED_YARN},
         {"expert_budget": "50%"},
@@ -469,6 +499,26 @@ CASES = {
         },
         {"expert_budget": "0%"},
         family="Jamba",
+    ),
+    "Nemotron 3: latent experts, blocks in several orders, groups, a long prompt": Case(
+        {
+            "layers_block_type": [
+                *("linear_attention", "moe", "linear_attention", "full_attention", "moe"),
+                *("linear_attention", "mlp", "full_attention"),
+            ],
+            "moe_latent_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        {"expert_budget": "50%", "max_model_len": 512},
+        family="NemotronH",
+        prompts=(*PROMPT_LENGTHS, 300),
+    ),
+    "Nemotron-H: no latent experts, biases but of the convolution": Case(
+        {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.5},
+        {"expert_budget": "0%"},
+        family="NemotronH",
     ),
     "Kimi-Linear: a dense layer, groups, queries compressed, a long prompt": Case(
         {
@@ -608,7 +658,10 @@ class Run:
     scores: list[np.ndarray]
 
 
-def _run(case: Case, directory, generated: int = GENERATED) -> Run:
+def _run(
+    case: Case, directory, generated: int = GENERATED, *, splits: np.random.Generator | None = None
+) -> Run:
+    """Runs a case. splits: draws how many chunks of prompts each step may have."""
     # Some config classes of transformers write into what they are given.
     model = random_model(case.family, **copy.deepcopy(case.config))
     rng = np.random.default_rng(0)
@@ -617,6 +670,8 @@ def _run(case: Case, directory, generated: int = GENERATED) -> Run:
     logits: dict[str, list[np.ndarray]] = {}
 
     def record(step):
+        if splits is not None:
+            llm.engine.scheduler.prefill_chunks = int(splits.integers(1, 4))
         for row, request in step.sampled():
             logits.setdefault(request.request_id, []).append(np.asarray(step.output.logits)[row])
 
@@ -698,19 +753,18 @@ def test_agrees_with_transformers(run):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "family", ["GraniteMoeHybrid", "Jamba", "KimiLinear", "Qwen3Next", "Lfm2Moe"]
+    "family", ["GraniteMoeHybrid", "Jamba", "KimiLinear", "NemotronH", "Qwen3Next", "Lfm2Moe"]
 )
 def test_long_sequences_with_state(family, tmp_path):
-    """Long prompts together, so that steps divide each of them where the others leave room, and 200
-    generated tokens."""
+    """Prompts that steps divide at random places, and 200 generated tokens."""
     case = CASES[FULL[family]]
     case = dataclasses.replace(
         case,
         config=case.config | {"max_position_embeddings": 8192},
         engine=case.engine | {"max_model_len": 5376, "max_num_batched_tokens": 192},
-        prompts=(1, 63, 1000, 5000),
+        prompts=(1, 63, 64, 65, 1000, 5000),
     )
-    run = _run(case, tmp_path, 200)
+    run = _run(case, tmp_path, 200, splits=np.random.default_rng(0))
     assert max(_errors(run, _expected(run, run.model))) < TOLERANCE
 
 
@@ -785,6 +839,7 @@ WRONG = {
     "GraniteMoeShared": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
     "GraniteMoeHybrid": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
     "Jamba": _other("model.layers.1.feed_forward.router.top_k", lambda count: count - 1),
+    "NemotronH": _other("model.layers.1.mixer.gate.topk_group", lambda groups: groups + 1),
     "KimiLinear": _other("model.layers.1.mlp.gate.topk_group", lambda groups: groups + 1),
     "HYV3": _other("model.layers.0.mlp.gate.router_scaling_factor", lambda scale: 1.1 * scale),
     "ExaoneMoe": _other("model.layers.1.self_attn.is_sliding", lambda sliding: True),
@@ -796,6 +851,10 @@ WRONG = {
     "Glm4vMoe": _text_pair_at_rest,
     "Mistral4": _one_pair_at_rest,
     "Mistral3": _text_pair_at_rest,
+    "LongcatFlash": _other(
+        "model.layers.1.mlp.experts.num_routed_experts", lambda count: count - 1
+    ),
+    "Dbrx": _other("transformer.blocks.1.ffn.top_k", lambda count: count - 1),
     "DeepseekV32": _one_pair_at_rest,
     "GlmMoeDsa": _one_pair_at_rest,
     "Afmoe": _other("model.layers.0.self_attn.is_local_attention", lambda local: False),

@@ -1,6 +1,7 @@
 """expert_ffn against float64 on the weights that numpy decodes, from cells and from the store."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -45,7 +46,7 @@ class Case:
     y: np.ndarray
     """What y holds before: nothing that a product gives."""
     weights: np.ndarray
-    """[E, 3·I, D]: gate, up, down^T; then rows of biases."""
+    """[E, 3·I, D]: gate (if there is one), up, down^T; then rows of biases."""
     formats: tuple[VersionFormats, ...] | None
     arena: np.ndarray
     stores: tuple
@@ -77,7 +78,8 @@ def case(spec, seed, resident=None, spare_rows=0) -> Case:
     rng = np.random.default_rng(seed)
     ids = routing(spec, rng)
     sizes = spec.hidden, spec.width, spec.dtype
-    of_versions = formats(spec.versions or ("dense",), *sizes, biases=spec.biases)
+    more = {"biases": spec.biases, "gated": spec.gated}
+    of_versions = formats(spec.versions or ("dense",), *sizes, **more)
     step = max(f.cell.rows for f in of_versions) + 2
     arena = np.full(
         (step * (spec.experts + 1) + spare_rows, spec.hidden), contract.POISON, np.uint16
@@ -137,14 +139,16 @@ def check(spec, implementation, activation="silu"):
         x = wide(c.x)[np.arange(len(flat)) // spec.top_k]
         want = wide(c.y)
         for e in c.active:
-            gate, up, down = np.split(wide(c.weights[e])[: 3 * spec.width], 3)
-            mine = flat == e
+            count, mine = 3 if spec.gated else 2, flat == e
+            *gate, up, down = np.split(wide(c.weights[e])[: count * spec.width], count)
+            gate = gate[0] if spec.gated else up
             gate, up = x[mine] @ gate.T, x[mine] @ up.T
             biases = np.zeros(spec.hidden)
             if spec.biases:
-                rows = wide(c.weights[e])[3 * spec.width :]
+                rows = wide(c.weights[e])[count * spec.width :]
                 one = -(-spec.width // spec.hidden)
-                of_gate, of_up, biases = np.split(rows, [one, 2 * one])
+                *of_gate, of_up, biases = np.split(rows, [one, 2 * one][: count - 1])
+                of_gate = of_gate[0] if spec.gated else of_up
                 gate += of_gate.reshape(-1)[: spec.width]
                 up += of_up.reshape(-1)[: spec.width]
             hidden = gated(activation, gate, up)
@@ -361,6 +365,16 @@ CONTRACTS = (
             Spec(9, "bfloat16", versions=("fp4-32-e8m0", ("dense", "lossless12")), biases=True),
         ],
         check_clamped,
+    ),
+    Contract(
+        "expert_ffn of two matrices",
+        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "cpu")},
+        [
+            Spec(17, "float32", width=100, hidden=40, versions=("dense",), gated=False),
+            Spec(3, "bfloat16", "one", versions=("int8", "lossless12", "int4"), gated=False),
+            Spec(9, "bfloat16", versions=(("dense", "lossless12"),), biases=True, gated=False),
+        ],
+        functools.partial(check, activation="relu"),
     ),
     Contract(
         "expert_ffn of few tokens over versions",
