@@ -1,7 +1,7 @@
 """Random workloads through the embedded model, every invariant checked, answers against solo runs.
 
 python -m scripts.check fuzz --steps 50000 [--seed 0] [--check-every 4]
-                             [--link-rate 4GB/s] [--store both]
+                             [--link-rate 4GB/s] [--store both] [--family ARCHITECTURE]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -19,6 +19,9 @@ compared up to there, and no others; prefetches are tried again. --store both: e
 numbers read experts from files, the others from memory. The last line counts what was put in the
 way.
 
+--family takes a small random model of that architecture in place of the demo, for example
+Qwen3NextForCausalLM, whose layers keep states.
+
 The same seed and the same number of an episode make the same episode, whatever ran before. A
 failure prints the command that runs that episode again, and exits with status 1.
 """
@@ -28,6 +31,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import shutil
 import sys
 import tempfile
 import time
@@ -47,15 +51,19 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
+from moejax.models.config import load_config
+from moejax.models.families import FAMILIES
 from moejax.models.hub import model_directory
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
+from pallas_kernels.option_text import unknown
 from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import show
 from tests.faults import Faults, inject, injected, use_faulty_library
+from tests.moejax.models.families import write_checkpoint
 
 MOST_STEPS = 20_000
 """An episode that takes more has no end."""
@@ -671,12 +679,26 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
         queue += "" if value is None else f",{name}={value}"
     stated = args.link_rate is not None or args.link_latency is not None
     given = {"dtype": args.dtype, "transfers": queue if stated else None, **SMALL}
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
+    model = Path(model_directory("demo"))
+    if args.family is not None:
+        model = random_family(folder / "family", args.family, model)
     if args.store in ("memory", "both"):
-        yield LLM("demo", **given)
+        yield LLM(model, **given)
     if args.store in ("file", "both"):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
-        model = convert(model_directory("demo"), folder / "demo").directory
-        yield LLM(str(model), store="file", **{**given, "transfers": queue})
+        converted = convert(model, folder / "converted").directory
+        yield LLM(str(converted), store="file", **{**given, "transfers": queue})
+
+
+def random_family(directory: Path, architecture: str, words: Path) -> Path:
+    """Writes a small random checkpoint. words: a directory whose tokenizer it gets."""
+    if architecture not in FAMILIES:
+        raise UserError(unknown("architecture", architecture, FAMILIES))
+    vocabulary = load_config(words).vocab_size
+    write_checkpoint(directory, architecture, vocab_size=vocabulary)
+    for path in words.glob("*token*.json"):
+        shutil.copy(path, directory)
+    return directory
 
 
 def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:
@@ -732,7 +754,15 @@ def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:
 
 def asked(args: argparse.Namespace) -> str:
     """The options that decide what an episode is, as they are written."""
-    names = ("dtype", "store", "link_rate", "link_latency", "chunk_bytes", "transfer_threads")
+    names = (
+        "family",
+        "dtype",
+        "store",
+        "link_rate",
+        "link_latency",
+        "chunk_bytes",
+        "transfer_threads",
+    )
     given = ((name, getattr(args, name)) for name in names)
     return " ".join(f"--{name.replace('_', '-')} {v}" for name, v in given if v is not None)
 
@@ -767,6 +797,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="check the device's tables and bytes every K steps (default: %(default)s)",
     )
+    add("--family", metavar="ARCHITECTURE", help="of a small random model (default: the demo)")
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
     add(
         "--store",

@@ -38,6 +38,18 @@ def test_a_sample_with_transfers_from_memory_and_files(capsys):
     assert not missing, summary
 
 
+@pytest.mark.nightly
+def test_a_sample_with_states(capsys):
+    given = ["--steps", "1000", "--family", "Qwen3NextForCausalLM", "--check-every", "16"]
+    (summary,) = json_lines(capsys, fuzz_engine.main, *given)
+    wanted = (
+        *("preemptions", "pages swapped in", "turns", "forks", "siblings", "prefix hit tokens"),
+        *("session hit tokens", "budgets moved", "budgets moved meanwhile"),
+    )
+    missing = [name for name in wanted if not summary["counts"][name]]
+    assert not missing, summary
+
+
 # ---- what it found
 
 

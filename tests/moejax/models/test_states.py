@@ -1,14 +1,18 @@
-"""Bytes of a sequence's state and of a token's KV, as published architectures say."""
+"""Bytes of a sequence's state and of a token's KV, as published architectures say; states that
+prompts share."""
 
 from __future__ import annotations
 
 import math
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from moejax import LLM, SamplingParams
 from moejax.models.config import parse_config
 from moejax.step.step_parts import arena_ops
+from tests.moejax.models.families import write_checkpoint
 
 GRANITE = {
     "model_type": "granitemoehybrid",
@@ -58,6 +62,26 @@ def test_bytes_of_a_sequence(fields, states, token):
     # Each op's part of a layer ends with a row, and the state with a page.
     padding = page.state_pages * page.nbytes - count * each
     assert 0 <= padding < page.nbytes + count * len(parts) * 2 * page.row_elements
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Qwen3NextForCausalLM", "NemotronHForCausalLM"])
+def test_a_shared_prefix_is_read_once(family, tmp_path):
+    """Questions about a document of 3,000 tokens compute what follows its last whole chunk."""
+    rng = np.random.default_rng(0)
+    prefix, *rest = (rng.integers(1, 512, n).tolist() for n in (3000, 30, 70, 130))
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [prefix, *([*prefix, *words] for words in rest)]
+    directory = write_checkpoint(tmp_path, family, max_position_embeddings=4096)
+    found = []
+    for shares in (True, False):
+        options = {"max_model_len": 3328, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+        with LLM(directory, enable_prefix_caching=shares, progress=False, **options) as llm:
+            outputs = [llm.generate(prompt, params)[0] for prompt in prompts]
+            found.append([output.outputs[0].token_ids for output in outputs])
+            hits = llm.stats()["kv"]["prefix_hit_tokens"]
+            assert hits == (len(rest) * (3000 // 64 * 64) if shares else 0)
+    assert found[0] == found[1]
 
 
 def test_ops_that_write_states():
