@@ -26,7 +26,8 @@ from host_offload.memory.bounded_reads import reading_pool
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, in_order, run_tasks
-from moejax.checkpoints.load import checkpoint_format
+from moejax.checkpoints.foreign.mapped_tensors import MappedTensors
+from moejax.checkpoints.load import check_orbax_options, checkpoint_format
 from moejax.checkpoints.loaded_model import (
     count_progress,
     require_host_memory,
@@ -47,7 +48,7 @@ from moejax.checkpoints.orbax.manifest import (
     write_manifest,
 )
 from moejax.checkpoints.orbax.own import MOST_FILES, open_stored
-from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.checkpoints.tensor_checkpoint import TensorCheckpoint, open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, require_own_file
 from moejax.models.gguf_config import config_fields
@@ -124,27 +125,35 @@ class Source(StoredModel):
 
 
 def open_source(
-    directory: pathlib.Path, kind: str, dtype: str = "auto", coded: bool = False
+    directory: pathlib.Path,
+    kind: str,
+    dtype: str = "auto",
+    coded: bool = False,
+    step: int | str | None = None,
+    name_map: str | os.PathLike[str] | None = None,
 ) -> Source:
-    """Opens a Hugging Face checkpoint or a GGUF file and checks the names, shapes and dtypes of its
+    """Opens a checkpoint that moejax did not write and checks the names, shapes and dtypes of its
     tensors.
 
-    - `kind`: the result of checkpoint_format, "safetensors" or "gguf".
-    - `dtype`: as in load_checkpoint.
+    - `kind`: the result of checkpoint_format, "safetensors", "gguf" or "orbax".
+    - `dtype`, `step`, `name_map`: as in load_checkpoint.
     - `coded`: as in Source, if the checkpoint's experts are quantized.
 
     Raises UserError as load_checkpoint does.
     """
-    opened = open_tensors(directory, kind)
+    opened = open_tensors(directory, kind, step, name_map)
     dtype, own = run_dtype(dtype, opened.dtype), opened.config.quantization
     coded = coded and own is not None and [*opened.config.expert_layers] != [DENSE]
     paths = [file.path for file in opened.files]
     if kind == "gguf":
         copied = _files_of_gguf(directory)
+    elif kind == "orbax":
+        copied = _files_of_run(directory, opened)
+        paths = [path for path in opened.directory.rglob("*") if path.is_file()]
     else:
         copied = read_copied_files(directory)
         paths += map(directory.joinpath, copied)
-    if opened.config.dtype != dtype or own is not None:
+    if opened.config.dtype != dtype or own is not None or kind == "orbax":
         fields = json.loads(copied["config.json"])
         for key in ("torch_dtype", *QUANTIZATION_KEYS):
             fields.pop(key, None)
@@ -201,6 +210,18 @@ def _files_of_gguf(path: pathlib.Path) -> dict[str, bytes]:
     return files
 
 
+def _files_of_run(directory: pathlib.Path, opened: TensorCheckpoint) -> dict[str, bytes]:
+    """Path → content of the files to copy of a training run: those of its root, its step and its
+    item, and config.json, wherever it is."""
+    inside = [opened.directory, *opened.directory.parents]
+    copied: dict[str, bytes] = {}
+    for place in reversed([place for place in inside if place.is_relative_to(directory)]):
+        copied |= read_copied_files(place)
+    (mapped,) = opened.files
+    assert isinstance(mapped, MappedTensors)
+    return copied | {"config.json": json.dumps(mapped.config).encode()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversion:
     """What `convert` did.
@@ -233,14 +254,16 @@ def convert(
     destination: str | os.PathLike[str],
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
+    step: int | str | None = None,
+    name_map: str | os.PathLike[str] | None = None,
 ) -> Conversion:
-    """Writes the Hugging Face checkpoint or GGUF file `source` as the Orbax checkpoint
-    `destination`. Experts that are quantized keep their codes and scales.
+    """Writes the Hugging Face checkpoint, GGUF file or training run `source` as the Orbax
+    checkpoint `destination`. Experts that are quantized keep their codes and scales.
 
     It needs host memory for one MoE layer and the part of the shards that the layer comes from.
     After an interruption of any kind the same call writes what is missing.
 
-    - `dtype`: as in load_checkpoint.
+    - `dtype`, `step`, `name_map`: as in load_checkpoint.
     - `progress`: called with (done, total) bytes.
 
     Raises UserError for a source with a wrong name, shape or dtype (all are checked before anything
@@ -248,10 +271,14 @@ def convert(
     """
     src = checkpoint_directory(source)
     kind = checkpoint_format(src)
-    if kind not in ("safetensors", "gguf"):
-        raise UserError(f"{src}: its format is {kind}; convert reads safetensors and GGUF files")
+    if kind == "moejax-orbax":
+        raise UserError(
+            f"{src}: its format is {kind}; convert reads safetensors and GGUF files and training "
+            "runs"
+        )
+    check_orbax_options(src, kind, step, name_map)
     dst = free_destination(destination)
-    opened = open_source(src, kind, dtype, coded=True)
+    opened = open_source(src, kind, dtype, True, step, name_map)
     return write_checkpoint(opened, dst, progress=progress)
 
 

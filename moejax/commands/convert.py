@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
+from moejax.commands.model import CHECKPOINT, add_described, pick_arguments
 
 if TYPE_CHECKING:
     from moejax.checkpoints.conversion import Conversion
@@ -29,6 +30,7 @@ with the origin and a checksum of each piece. --model DST runs it; the text is t
 examples:
   moejax convert /models/Qwen3-30B-A3B /models/qwen3.orbax
   moejax generate "The old house" --model /models/qwen3.orbax
+  moejax convert /runs/7 /models/7.orbax --step 1200 --name-map maxtext_qwen3_moe
 """
 _QUANTIZE_EPILOG = f"""\
 DST is what `moejax convert` writes, with records of each version beside the dense ones, and in
@@ -40,6 +42,7 @@ examples:
   moejax quantize /models/Qwen3-30B-A3B /models/qwen3.orbax --versions int4,int8
   moejax quantize demo demo.orbax --versions int4,int2 --quantizer mse --json
   moejax quantize demo demo-int4 --versions int4 --to compressed-tensors
+  moejax quantize /runs/7 /models/7.orbax --versions int4 --name-map maxtext_qwen3_moe
 """
 
 
@@ -53,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Write a Hugging Face checkpoint as an Orbax checkpoint whose experts can be read one by "
         "one.",
     )
-    _add_places(convert, "a Hugging Face model directory, a GGUF file, or demo")
+    _add_places(convert, "a Hugging Face model directory, a GGUF file, a training run, or demo")
     convert.add_argument(
         "--dtype",
         default="auto",
@@ -68,7 +71,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _QUANTIZE_EPILOG,
         "Write a checkpoint that has its experts in further versions, beside the dense one.",
     )
-    _add_places(quantize, "a model directory, a GGUF file, what moejax convert wrote, or demo")
+    _add_places(
+        quantize,
+        "a model directory, a GGUF file, a training run, what moejax convert wrote, or demo",
+    )
     quantize.add_argument(
         "--versions",
         required=True,
@@ -96,6 +102,7 @@ def _add_places(parser: argparse.ArgumentParser, source: str) -> None:
     parser.add_argument("source", metavar="SRC", help=source)
     parser.add_argument("destination", metavar="DST", help="the new directory")
     parser.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    add_described(parser, CHECKPOINT)
 
 
 @contextmanager
@@ -119,7 +126,8 @@ def _convert(args: argparse.Namespace) -> int:
     from moejax.checkpoints.conversion import convert
 
     with _reading(args, "converting") as (source, report):
-        done = convert(source, args.destination, args.dtype, report)
+        run = pick_arguments(args, CHECKPOINT)
+        done = convert(source, args.destination, args.dtype, report, **run)
     if not args.quiet:
         _print_written(done, "weights")
     return 0
@@ -130,9 +138,12 @@ def _quantize(args: argparse.Namespace) -> int:
 
     versions = tuple(args.versions.split(","))
     if args.to == "compressed-tensors":
+        if any(pick_arguments(args, CHECKPOINT).values()):
+            args.parser.error("--step and --name-map do not go with --to compressed-tensors")
         return _write_compressed(args)
     with _reading(args, "quantizing") as (source, report):
-        done = quantize(source, args.destination, versions, args.quantizer, report)
+        run = pick_arguments(args, CHECKPOINT)
+        done = quantize(source, args.destination, versions, args.quantizer, report, **run)
     if args.json:
         print(json.dumps({"source": args.source, **_as_json(done)}, indent=2))
     elif not args.quiet:

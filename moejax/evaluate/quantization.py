@@ -19,7 +19,7 @@ from moejax.checkpoints.conversion import (
     orbax_source,
     write_checkpoint,
 )
-from moejax.checkpoints.load import checkpoint_format
+from moejax.checkpoints.load import check_orbax_options, checkpoint_format
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import LOSSLESS, check_quantizer, check_versions
 from moejax.errors import UserError
@@ -66,14 +66,17 @@ def quantize(
     versions: Sequence[str],
     quantizer: str = "rtn",
     progress: Callable[[int, int], None] | None = None,
+    step: int | str | None = None,
+    name_map: str | os.PathLike[str] | None = None,
 ) -> Quantization:
     """Writes the checkpoint `source` in our Orbax format with these versions of its experts beside
     the dense one.
 
-    - `source`: a Hugging Face directory, a GGUF file, or what `moejax convert` or `moejax quantize`
-      wrote; versions of the latter that are not named are left out.
+    - `source`: a Hugging Face directory, a GGUF file, a training run, or what `moejax convert` or
+      `moejax quantize` wrote; versions of the latter that are not named are left out.
     - `quantizer`: one of QUANTIZERS, for int versions.
     - `progress`: called with (done, total) bytes.
+    - `step`, `name_map`: as in load_checkpoint.
 
     Host memory and interruptions are as in convert. Layers with an expert that lossless12 cannot
     hold are left out of it, and the manifest says so. Raises UserError like check_versions and
@@ -83,12 +86,11 @@ def quantize(
     check_quantizer(quantizer)
     src = checkpoint_directory(source)
     kind = checkpoint_format(src)
-    if kind == "orbax":
-        raise UserError(
-            f"{src}: its format is {kind}; quantize reads safetensors and GGUF files and what "
-            "moejax convert wrote"
-        )
-    opened = orbax_source(src) if kind == "moejax-orbax" else open_source(src, kind)
+    check_orbax_options(src, kind, step, name_map)
+    if kind == "moejax-orbax":
+        opened = orbax_source(src)
+    else:
+        opened = open_source(src, kind, step=step, name_map=name_map)
     if "dense" in versions:
         raise UserError("dense is always written; name the versions to be made from it")
     check_versions(opened.layout(), opened.dtype, versions)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class MappedTensors:
     tree: Tree
     tensors: dict[str, Header]
     parts: dict[str, Part]
+    config: Mapping[str, Any]
+    """The fields of the model's config.json."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -265,7 +267,7 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
     for names in grouped:
         parts |= _place_parts(names, parts[names[0]], [expected[n] for n in names], source)
     tensors = {name: Header(p.leaf.header.dtype, p.shape) for name, p in parts.items()}
-    return MappedTensors(tree, tensors, parts)
+    return MappedTensors(tree, tensors, parts, fields)
 
 
 def _expand(

@@ -141,10 +141,12 @@ def test_versions_that_cannot_be_written(versions, message, source, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_source_of_another_format(tmp_path):
-    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(UserError, match="its format is orbax; quantize reads safetensors"):
-        quantize(tmp_path, tmp_path / "model", ("int4",))
+def test_step_and_map_go_with_a_training_run(source, tmp_path):
+    with pytest.raises(UserError, match="are for Orbax checkpoints that other programs wrote"):
+        quantize(source, tmp_path / "model", ("int4",), name_map="nnx_qwen3_moe")
+    asked = ["quantize", "/runs/7", str(tmp_path / "model"), "--versions", "int4", "--step", "1"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--to", "compressed-tensors"])
 
 
 def test_an_interrupted_run_asks_for_the_same_again(source, tmp_path):
