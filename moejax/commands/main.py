@@ -131,7 +131,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if mistyped := re.search(r"^argument COMMAND: invalid choice: '(.*?)' ", message):
             known = [name for action in self._actions for name in action.choices or ()]
-            message = unknown("command", mistyped[1], known)
+            instead = use_instead(mistyped[1])
+            message = f"unknown command {mistyped[1]!r}{instead}"
+            if not instead:
+                message = unknown("command", mistyped[1], known)
         self.exit(
             EXIT_USER_ERROR,
             f"{self.prog}: error: {message}\n{self.prog} --help lists options and examples\n",

@@ -169,6 +169,6 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
         )
         # Connections wait from now on.
         bound.listen(128)
-        say(f"{name} answers at http://{address}/v1")
+        say(f"{name} answers at http://{address}/v1, and shows itself at http://{address}/")
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         await server.serve([bound])

@@ -1,4 +1,4 @@
-"""Names of vLLM and llama.cpp for options that moejax has too, for messages."""
+"""Names of vLLM, llama.cpp and Ollama for what moejax has too, for messages."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ OTHER_NAMES = {
     "--no-mmap": "--store memory or file says where experts are kept",
     "trust_remote_code": "moejax runs no code of a checkpoint",
     "served_model_name": "moejax serve has --served-model-name",
+    "run": "moejax chat is a conversation, moejax generate goes on with a text",
+    "complete": "moejax generate goes on with a text",
+    "pull": "a model is downloaded when it is first used",
     "--prompt": _PROMPT,
     "-p": _PROMPT,
 }
-"""What to use instead of a keyword or a flag that is no keyword; options of moejax are in braces.
-"""
+"""What to use instead of a keyword, a command, or a flag that is no keyword; options of moejax are
+in braces."""
 
 _OPTIONS = (
     *("memory", "expert_budget", "kv_budget", "precision", "max_model_len", "max_num_seqs"),

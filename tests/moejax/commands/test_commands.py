@@ -160,6 +160,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "": [
         ([], "the following arguments are required: COMMAND"),
         (["invent"], "unknown command 'invent'"),
+        (["run", "demo"], "unknown command 'run'; moejax chat is a conversation"),
     ],
 }
 """Command → arguments that are wrong, and a part of what is said."""

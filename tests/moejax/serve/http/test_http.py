@@ -744,7 +744,8 @@ def test_sigterm_lets_running_requests_end_and_keeps_their_kv(tmp_path):
         assert process.stderr is not None
         line = process.stderr.readline()
         assert line.startswith("moejax: demo answers at http://127.0.0.1:")
-        port = int(line.rpartition(":")[2].partition("/")[0])
+        port = int(line.split(":")[3].partition("/")[0])
+        assert line.endswith(f":{port}/\n")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         body = LONG | {"max_tokens": 900, "stream": True, "stream_options": {"include_usage": True}}
         connection.request("POST", COMPLETIONS, json.dumps(body), HEADERS)
