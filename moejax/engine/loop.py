@@ -19,12 +19,14 @@ from host_offload.control.interface import Policy, Spec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
 from moejax.engine.control import StepHooks, control_of, layer_hooks
+from moejax.engine.drafts import Drafts
 from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, cells_of, check_grant, check_one_version, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
 from moejax.engine.step_work import (
+    Draft,
     ScheduledWork,
     Step,
     placed_rows,
@@ -63,6 +65,7 @@ class Engine:
     - `tracer`: gets a record of every step.
     - `tokenizer`: finds stop strings; without it, requests with stop strings are refused.
     - `planner`: moves experts between tiers.
+    - `drafts`: guesses tokens that decode steps verify; None: steps compute one token a request.
     """
 
     def __init__(
@@ -78,9 +81,10 @@ class Engine:
         tracer: Tracer | None = None,
         tokenizer: Tokenizer | None = None,
         planner: ResidencyPlanner | None = None,
+        drafts: Drafts | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
-        self.planner = planner
+        self.planner, self.drafts = planner, drafts
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.control = seed, control
         self.listener: Listener | None = None
@@ -98,6 +102,9 @@ class Engine:
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[ProgramKey] = set()
         self._lock, self._busy = threading.RLock(), False
+        self._ahead: set[Request] = set()
+        """Requests whose last token is not the current token of their row: a draft's row chose
+        it."""
         self._abandoned: list[Request] = []
         """Requests to abort at the end of the running `undisturbed` block."""
 
@@ -332,6 +339,15 @@ class Engine:
             for request in self.scheduler.running.values()
         )
 
+    def _drafts_now(self) -> bool:
+        """Whether the next decode step looks for drafts."""
+        drafts, scheduler = self.drafts, self.scheduler
+        return (
+            drafts is not None
+            and bool(scheduler.free_rows)
+            and drafts.wanted(len(scheduler.running))
+        )
+
     # ---- the loop
 
     @property
@@ -343,14 +359,16 @@ class Engine:
         tokens or finished.
 
         With hooks it reads first: hooks make the dispatch take as long as the step's layers, and
-        tokens would wait for that. It also does so for structured outputs, and for sessions of
-        models with state. Ctrl-C waits for the end of the call. A step
-        that fails aborts its requests, and no others.
+        tokens would wait for that. It also does so for structured outputs, for sessions of models
+        with state, and for drafts, which follow the last token. Ctrl-C waits for the end of the
+        call. A step that fails aborts its requests, and no others.
         """
         with self.undisturbed(), self.running.running():
             previous, self._pending = self._pending, None
-            begun, touched = previous is not None, []
-            if previous is not None and (self.hooks is not None or self._any_waits()):
+            begun, touched, drafting = previous is not None, [], self._drafts_now()
+            if previous is not None and (
+                drafting or previous.work.drafts or self.hooks is not None or self._any_waits()
+            ):
                 touched, previous = self._read(previous), None
             try:
                 if self.planner is not None:
@@ -359,7 +377,7 @@ class Engine:
                 if work is None and not begun and not self.scheduler.idle:
                     work = self._make_room()
                 if work is not None:
-                    self._pending = self._dispatch(work)
+                    self._pending = self._dispatch(work, drafting)
             finally:
                 touched = touched if previous is None else self._read(previous)
             if self.listener is not None and self._pending is not None:
@@ -405,8 +423,11 @@ class Engine:
             f"raise swap_space or kv_budget, or end sessions"
         )
 
-    def _dispatch(self, work: ScheduledWork) -> Step:
+    def _dispatch(self, work: ScheduledWork, drafting: bool) -> Step:
         try:
+            if drafting and work.rows:
+                assert self.drafts is not None
+                work = self.scheduler.add_drafts(work, self.drafts.guess(work))
             return self._dispatch_step(work)
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)
@@ -427,10 +448,12 @@ class Engine:
 
     def _dispatch_step(self, work: ScheduledWork) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
-        self._place(work.placed)
+        self._place(work)
         stages = self._before_step(number)
         positions = np.full(rows, -1, np.int32)
         positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
+        for draft in work.drafts:
+            positions[[*draft.rows]] = draft.request.computed + np.arange(len(draft.rows))
         hooks = placed = None
         if self.hooks is not None:
             placed = placed_rows(work, positions, runner.shapes)
@@ -446,9 +469,9 @@ class Engine:
             output = runner.decode(positions, table, stages=stages, hooks=hooks)
         if self.control is not None:
             self.control.after_dispatch(number)
-        logprobs, chosen = None, [request for _, request in work.sampled()]
-        if chosen:
-            _, logprobs = self._sampler.sample(output.logits, chosen)
+        logprobs, draws = None, work.draws()
+        if draws:
+            _, logprobs = self._sampler.sample(output.logits, draws)
         when = time.perf_counter(), program not in self._compiled
         self._compiled.add(program)
         results, moved = runner.tokens.results, (stages, runner.walk.transfers)
@@ -466,20 +489,30 @@ class Engine:
             if control.resized is not None:
                 self._trace_budget(number, control.resized.settled)
 
-    def _place(self, placed: Sequence[Request]) -> None:
-        """Prepares the rows of requests that just got a row."""
-        if not placed:
+    def _place(self, work: ScheduledWork) -> None:
+        """Prepares the rows of requests that just got a row or tokens of a draft, and those of
+        drafts."""
+        ahead, self._ahead = self._ahead, set()
+        if not (work.placed or ahead or work.drafts):
             return
-        values = np.zeros(self.runner.shapes.rows, np.int32)
-        update = np.zeros(self.runner.shapes.rows, bool)
+        current: dict[int, int] = {}
         now = time.perf_counter()
-        for request in placed:
+        for request in ahead:
+            if request.row is not None:
+                current[request.row] = request.output[-1]
+                self._sampler.recount(request)
+        for request in work.placed:
             if request.scheduled_s is None:
                 request.scheduled_s = now
-            if request.output:  # the request was moved out while it generated
-                values[request.row], update[request.row] = request.output[-1], True
+            if request.output and request.row is not None:  # it was moved out while it generated
+                current[request.row] = request.output[-1]
             self._sampler.place(request)
-        if update.any():
+        for draft in work.drafts:
+            current |= dict(zip(draft.rows, draft.tokens, strict=True))
+        if current:
+            values = np.zeros(self.runner.shapes.rows, np.int32)
+            update = np.zeros(self.runner.shapes.rows, bool)
+            values[[*current]], update[[*current]] = [*current.values()], True
             self.runner.tokens.place(values, update)
 
     def _device_block_table(self) -> jax.Array:
@@ -503,6 +536,7 @@ class Engine:
             raise
         now = time.perf_counter()
         self.statistics.device_s += now - began
+        since = None if step.compiled else self.statistics.last_read_s
         failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         if self.planner is not None:
@@ -516,6 +550,7 @@ class Engine:
             chunk.request.missed_routes += missed[i]
         if step.output.scores is not None:
             touched += self._read_scores(step, now)
+        drafts = {draft.request: draft for draft in step.work.drafts}
         for row, request in step.sampled():
             # A request may have ended by a token of the step before, or been aborted, after this
             # step was dispatched. Its result is dropped.
@@ -523,10 +558,14 @@ class Engine:
                 try:
                     with as_user_error("this request failed, the others go on"):
                         self._append(request, row, tokens, logprobs, now)
+                        if request in drafts:
+                            self._accept(drafts[request], tokens, missed, logprobs, now)
                 except UserError as error:
                     request.error = error
                     self._finish(request, "abort", None, now)
                 touched.append(request)
+        if self.drafts is not None:
+            self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:
             use = page_use(self.scheduler, self.runner.transport.totals())
             record = step_record(step, self.runner, results, now, touched, use)
@@ -582,6 +621,21 @@ class Engine:
                 self._finish(request, "length", None, now)
                 ended.append(request)
         return ended
+
+    def _accept(
+        self, draft: Draft, tokens: list[int], missed: list[int], logprobs, now: float
+    ) -> None:
+        """Adds what the rows of a draft chose, as far as the draft is what was chosen before."""
+        request = draft.request
+        for row, guessed in zip(draft.rows, draft.tokens, strict=True):
+            if request.finish_reason is not None or request.output[-1] != guessed:
+                return
+            draft.accepted += 1
+            request.computed += 1
+            request.dispatched += 1
+            request.missed_routes += missed[row]
+            self._ahead.add(request)
+            self._append(request, row, tokens, logprobs, now)
 
     def _append(self, request: Request, row: int, tokens: list[int], logprobs, now: float) -> None:
         token = tokens[row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -20,8 +20,8 @@ from moejax.requests.sampling_params import (
 )
 
 if TYPE_CHECKING:
+    from moejax.engine.step_work import Draw
     from moejax.requests.request import Request
-    from moejax.requests.token_rules import TokenRules
     from moejax.step.executor import Executor
 
 
@@ -49,9 +49,9 @@ class _Batch:
     """Sampling parameters of a step's requests, reused while the same requests are in the same
     rows. Arrays have all rows and are never written again, since a step may still read them."""
 
+    places: list[tuple[int, Request, int]]
+    """(row, request, drafted tokens before the one that is chosen) of each token."""
     rows: list[int]
-    sampled: list[Request]
-    """In the order of `rows`."""
     update: np.ndarray
     """bool[R]: the rows in `rows`."""
     sampling: tuple[np.ndarray, ...] | None
@@ -60,10 +60,8 @@ class _Batch:
     """Arrays of _PENALTIES; None: all are neutral."""
     penalized: np.ndarray
     """bool[R]: rows with penalties."""
-    biased: tuple[tuple[int, Request], ...]
-    """(row, request) of requests with a logit_bias or min_tokens."""
-    ruled: tuple[tuple[int, TokenRules], ...]
-    """(row, rules) of requests with rules for their tokens."""
+    biased: tuple[tuple[int, Request, int], ...]
+    """Places of requests with a logit_bias or min_tokens."""
     logprobs: bool
 
 
@@ -85,6 +83,8 @@ class TokenSampler:
         if len(self.eos_token_ids) > room:
             raise ValueError(f"{len(self.eos_token_ids)} end-of-sequence tokens, at most {room}")
         self._counted: dict[int, Request] = {}
+        self._placed: dict[int, Request] = {}
+        """The request that each row has the parameters of."""
         self._batch: _Batch | None = None
         count = runner.shapes.rows
         self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
@@ -102,50 +102,63 @@ class TokenSampler:
         """Takes the parameters of a request that got a row. Its tokens are counted from scratch
         before its next token is sampled, so they must have been read by then."""
         assert request.row is not None
-        self._counted.pop(request.row, None)
-        self._batch = None
-        for name, value in _values(request).items():
-            self._parameters[name][request.row] = value
+        self._place(request.row, request)
         if has_penalties(request.params):
             self.runner.tokens.prepare_counts()
 
+    def _place(self, row: int, request: Request) -> None:
+        self._counted.pop(row, None)
+        self._placed[row], self._batch = request, None
+        for name, value in _values(request).items():
+            self._parameters[name][row] = value
+
+    def recount(self, request: Request) -> None:
+        """Counts a request's tokens from scratch before its next token is sampled, since it got
+        tokens that rows of a draft have chosen."""
+        if request.row is not None:
+            self._counted.pop(request.row, None)
+
     def sample(
-        self, logits: jax.Array, sampled: Sequence[Request]
+        self, logits: jax.Array, draws: Sequence[Draw]
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """Samples the next token of each request and makes it the current token of its row.
+        """Samples tokens and makes each the current token of its row.
 
         - `logits`: float32[R or fewer, V].
-        - `sampled`: the requests, in any order. Their `dispatched` counts the token that is drawn
-          now.
+        - `draws`: the tokens, in any order. Their requests' `dispatched` counts the token that is
+          drawn now, drafts apart.
 
         Returns (tokens int32[R], result of sampler.logprobs for all rows; None if no request wants
         log-probabilities). Log-probabilities are of the logits as given.
         """
-        batch, sampled = self._batch, [*sampled]
-        rows: Any = [request.row for request in sampled]  # all have one
-        if batch is None or batch.rows != rows or batch.sampled != sampled:
-            batch = self._batch = self._make_batch(rows, sampled)
+        for draw in draws:
+            if self._placed.get(draw.row) is not draw.request:
+                self._place(draw.row, draw.request)
+        batch, places = self._batch, [(d.row, d.request, len(d.before)) for d in draws]
+        if batch is None or batch.places != places:
+            batch = self._batch = self._make_batch(places)
         params = batch.sampling
         if params is not None:
             position = np.zeros(len(batch.update), np.int32)
-            position[rows] = [len(r.prompt) + r.dispatched - 1 for r in sampled]
+            position[batch.rows] = [len(r.prompt) + r.dispatched + n - 1 for _, r, n in places]
             params = *params, position
-        tokens = self.runner.tokens.sample(self._adjust_logits(logits, batch), batch.update, params)
+        adjusted = self._adjust_logits(logits, batch, draws)
+        tokens = self.runner.tokens.sample(adjusted, batch.update, params)
         if batch.penalties is not None:
             self.runner.tokens.tally(batch.penalized)
         return tokens, self.runner.tokens.token_logprobs(logits, tokens) if batch.logprobs else None
 
-    def _adjust_logits(self, logits: jax.Array, batch: _Batch) -> jax.Array:
+    def _adjust_logits(self, logits: jax.Array, batch: _Batch, draws: Sequence[Draw]) -> jax.Array:
         biases = self._biases_of(batch)
         if batch.penalties is not None or biases is not None:
-            self._count(batch)
+            self._count(batch, draws)
             biases = biases or self._no_biases
             logits = self.runner.tokens.adjust(logits, batch.penalties, biases)
-        if batch.ruled:
+        ruled = [draw for draw in draws if draw.words is not None]
+        if ruled:
             width = -(-self.runner.config.vocab_size // 32)
             words = np.full((len(batch.update), width), -1, np.int32)
-            for row, rules in batch.ruled:
-                words[row] = rules.words
+            for draw in ruled:
+                words[draw.row] = draw.words
             logits = self.runner.tokens.allow(logits, words)
         return logits
 
@@ -153,11 +166,11 @@ class TokenSampler:
         """Returns token ids and biases for the next token of all rows; None without any."""
         if not batch.biased:
             return None
-        banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
+        banning = tuple(r.dispatched + n <= r.params.min_tokens for _, r, n in batch.biased)
         if self._biases_key == (batch, banning):
             return self._biases
         ids, values = (array.copy() for array in self._no_biases)
-        for (row, request), bans in zip(batch.biased, banning, strict=True):
+        for (row, request, _), bans in zip(batch.biased, banning, strict=True):
             pairs = dict(request.params.logit_bias or ())
             if bans:
                 banned = self.eos_token_ids.union(request.params.stop_token_ids or ())
@@ -168,9 +181,10 @@ class TokenSampler:
         self._biases = (ids, values) if (ids >= 0).any() else None
         return self._biases
 
-    def _count(self, batch: _Batch) -> None:
-        """Recounts each row with penalties whose counts are not those of its request."""
-        for row, request in zip(batch.rows, batch.sampled, strict=True):
+    def _count(self, batch: _Batch, draws: Sequence[Draw]) -> None:
+        """Recounts each row with penalties whose counts are not those of its request, and each row
+        of a draft."""
+        for row, request, _, before in draws:
             if not batch.penalized[row] or self._counted.get(row) is request:
                 continue
             if len(request.output) != request.dispatched - 1:
@@ -178,10 +192,12 @@ class TokenSampler:
                     f"request {request.request_id} got a row while {request.dispatched - 1} tokens "
                     f"were dispatched and {len(request.output)} read"
                 )
-            self.runner.tokens.recount(row, request.prompt, request.output)
-            self._counted[row] = request
+            self.runner.tokens.recount(row, request.prompt, [*request.output, *before])
+            if not before:
+                self._counted[row] = request
 
-    def _make_batch(self, rows: list[int], sampled: list[Request]) -> _Batch:
+    def _make_batch(self, places: list[tuple[int, Request, int]]) -> _Batch:
+        rows = [row for row, _, _ in places]
         used = {name: values[rows] for name, values in self._parameters.items()}
 
         update = np.zeros(self.runner.shapes.rows, np.bool_)
@@ -197,14 +213,13 @@ class TokenSampler:
         if used["penalized"].any():
             penalties = columns(*_PENALTIES)
         return _Batch(
+            places=places,
             rows=rows,
-            sampled=sampled,
             update=update,
             sampling=sampling,
             penalties=penalties,
             penalized=columns("penalized")[0],
-            biased=tuple((rows[i], sampled[i]) for i in np.flatnonzero(used["biased"])),
-            ruled=tuple((r.row, r.rules) for r in sampled if r.rules and r.row is not None),
+            biased=tuple(places[i] for i in np.flatnonzero(used["biased"])),
             logprobs=bool(used["logprobs"].any()),
         )
 

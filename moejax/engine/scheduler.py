@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from host_offload.memory.kv_cache import Block, KVCache
 from host_offload.memory.sequence_blocks import SequenceBlocks
 from moejax.engine.prefix_cache import PrefixCache
-from moejax.engine.step_work import PromptChunk, ScheduledWork
+from moejax.engine.step_work import Draft, Guess, PromptChunk, ScheduledWork
 from moejax.errors import UserError
 from moejax.requests.first_check import require_room
 from moejax.requests.request import PrefillKind, Request
@@ -187,6 +188,48 @@ class Scheduler:
             rows.append((request.row, request))
             self.in_step.add(request)
         return rows
+
+    def add_drafts(self, work: ScheduledWork, guesses: Mapping[Request, Guess]) -> ScheduledWork:
+        """Returns a decode step that also verifies guesses, as far as rows and pages are left that
+        no request uses. Requests share the rows evenly.
+
+        - `guesses`: of requests in the step, with at most as many tokens as each may still
+          generate after the step's own.
+        """
+        rows, given = sorted(self.free_rows, reverse=True), dict.fromkeys(guesses, 0)
+        room = {request: self._draft_room(request, len(g.tokens)) for request, g in guesses.items()}
+        left = len(rows)
+        while left and (more := [r for r, count in given.items() if count < room[r]]):
+            for request in more[:left]:
+                given[request] += 1
+                left -= 1
+        drafts = []
+        for request, count in given.items():
+            missing = -(-(request.computed + count) // self.block_size) - len(request.blocks)
+            while missing > 0 and self.cache.available < missing * self.page.groups:
+                missing -= 1  # an earlier draft took pages
+            if missing > 0:
+                self.extend(request, missing)
+            count = min(count, len(request.blocks) * self.block_size - request.computed)
+            if count > 0:
+                taken, guess = tuple(rows.pop() for _ in range(count)), guesses[request]
+                self._share_table(request, taken)
+                parts = tuple(guess.tokens[:count]), tuple(guess.words[:count])
+                drafts.append(Draft(request, taken, *parts))
+        return dataclasses.replace(work, drafting=True, drafts=tuple(drafts))
+
+    def _draft_room(self, request: Request, most: int) -> int:
+        """Returns how many tokens of a draft the request's pages and idle pages hold."""
+        pages = self.cache.available // self.page.groups
+        return min(most, (len(request.blocks) + pages) * self.block_size - request.computed)
+
+    def _share_table(self, request: Request, rows: Sequence[int]) -> None:
+        """Gives rows without a request the request's block table."""
+        own = self.block_table[request.row]
+        for row in rows:
+            if not np.array_equal(self.block_table[row], own):
+                self.block_table[row] = own
+                self.block_table_version += 1
 
     def _next_chunks(self) -> list[PromptChunk]:
         decoding = next(self._decoding(), None) is not None

@@ -41,6 +41,44 @@ class PromptChunk:
     """Blocks that get a copy of the state after the chunk."""
 
 
+class Draw(NamedTuple):
+    """A token that a step chooses, from the logits of a row."""
+
+    row: int
+    request: Request
+    words: np.ndarray | None
+    """Which tokens may come, as TokenRules.words; None: any."""
+    before: tuple[int, ...] = ()
+    """Tokens of a draft between the request's own tokens and the one that is chosen."""
+
+
+class Guess(NamedTuple):
+    """A request's next tokens as they may come."""
+
+    tokens: Sequence[int]
+    words: Sequence[np.ndarray | None]
+    """Which tokens may come after each of them, see Draw."""
+
+
+@dataclasses.dataclass(eq=False)
+class Draft:
+    """Tokens of a guess that a step verifies, each in a row of its own."""
+
+    request: Request
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    words: tuple[np.ndarray | None, ...]
+    accepted: int = 0
+    """How many first tokens proved right, once the step is read."""
+
+    def draws(self) -> list[Draw]:
+        """The tokens that the step chooses after each token of the draft."""
+        return [
+            Draw(row, self.request, words, self.tokens[: i + 1])
+            for i, (row, words) in enumerate(zip(self.rows, self.words, strict=True))
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduledWork:
     """The next step: `chunks` for a prefill step, else `rows` for a decode step."""
@@ -51,6 +89,21 @@ class ScheduledWork:
     """Requests that got a row since the step before."""
     published: tuple[Block, ...] = ()
     """Blocks that this step writes and that later steps of other requests may read."""
+    drafting: bool = False
+    """Whether drafts were looked for."""
+    drafts: tuple[Draft, ...] = ()
+    """At most one for each of `rows`."""
+
+    def draws(self) -> list[Draw]:
+        """The tokens that the step chooses: those of `sampled`, then those after drafts."""
+        own = (Draw(row, r, r.rules and r.rules.words) for row, r in self.sampled())
+        return [*own, *(draw for draft in self.drafts for draw in draft.draws())]
+
+    def kept_rows(self) -> list[tuple[int, Request]]:
+        """Rows of a decode step whose tokens became part of a sequence, ascending: without those of
+        rejected drafts, once the step is read."""
+        kept = [(row, d.request) for d in self.drafts for row in d.rows[: d.accepted]]
+        return sorted([*self.rows, *kept], key=lambda placed: placed[0])
 
     def sampled(self) -> list[tuple[int, Request]]:
         """The requests that get a token, each with its row."""
@@ -76,7 +129,7 @@ class Step:
     compiled: bool
     """Whether the step is the first of its executable."""
     positions: np.ndarray
-    """int32[R]: positions of the decoded tokens, −1 in other rows."""
+    """int32[R]: positions of the decoded tokens, also of drafts; −1 in other rows."""
     stages: Entries | None
     """The step's list of transfers."""
     between: Sequence[LayerTransfers]
@@ -127,12 +180,12 @@ class PlacedRows(NamedTuple):
 
 
 def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) -> PlacedRows:
-    """Returns the tokens of the work's step.
+    """Returns the tokens of the work's step, without those of rejected drafts.
 
     - `positions`: Step.positions.
     """
     if work.rows:
-        by_row = sorted(work.rows, key=lambda placed: placed[0])
+        by_row = work.kept_rows()
         place = np.array([row for row, _ in by_row])
         requests, position = [r for _, r in by_row], positions[place]
         lengths, phase = [1] * len(place), 1

@@ -77,7 +77,33 @@ class TokenRules:
             self._next(output)
         return False
 
+    def ahead(self, tokens: Sequence[int], output: Sequence[int]) -> list[np.ndarray]:
+        """Returns `words` as they would be after each of the tokens, up to the first token that may
+        not come, ends the grammar, or leaves nothing that may come."""
+        found, now, taken = [], self.words, 0
+        for i, token in enumerate(tokens, 1):
+            if not now[token // 32] & _bit(token):
+                break
+            if self._matcher is not None:
+                if not self._matcher.consume_token(token):
+                    break
+                taken += 1
+                if self._matcher.is_stopped():
+                    break
+            now = self._words_after([*output, *tokens[:i]]) if self.waits else self.words
+            if not now.any():
+                break
+            found.append(now)
+        if self._matcher is not None and taken:
+            self._matcher.rollback(taken)
+        return found
+
     def _next(self, output: Sequence[int]) -> None:
+        self.words = self._words_after(output)
+        if not self.words.any():
+            raise UserError(_NOTHING_LEFT)
+
+    def _words_after(self, output: Sequence[int]) -> np.ndarray:
         words = np.full((1, len(self._allowed)), -1, np.int32)
         if self._matcher is not None:
             import llguidance.numpy
@@ -88,9 +114,7 @@ class TokenRules:
             before = len(tokens) - 1
             if list(output[len(output) - before :]) == list(tokens[:-1]):
                 words[0, tokens[-1] // 32] &= ~_bit(tokens[-1])
-        if not words.any():
-            raise UserError(_NOTHING_LEFT)
-        self.words = words[0]
+        return words[0]
 
 
 class RuleBook:

@@ -411,6 +411,8 @@ class LLM:
         - `tpot_s`: seconds per output token: mean, p50, p99.
         - `tokens_per_s`: generated tokens per second of steps.
         - `steps`: number of prefill and decode steps.
+        - `speculation`: tokens that were drafted and accepted, decode steps with drafts, and by
+          number of requests whether drafts pay, with the rates measured; null without.
         - `experts`: `activations` (layer-experts that steps needed) = `hits` (resident) + `fills`
           (moved into a cell) + `read_through` (computed from the store); `hit_rate`.
         - `bytes`: moved over the link, by cause.
@@ -444,6 +446,7 @@ class LLM:
                 "trace_arrays": sorted(runner.steps.trace_arrays),
                 "control": control,
                 **engine.statistics.summary(),
+                "speculation": None if engine.drafts is None else engine.drafts.stats(),
                 "arena": arena_stats(engine.scheduler, runner.tables),
                 "arena_owner": "native ops" if runner.steps.owned else "XLA",
                 "kv": kv_stats(engine.scheduler),

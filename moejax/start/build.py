@@ -21,6 +21,7 @@ from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
+from moejax.engine.drafts import Drafts
 from moejax.engine.loop import Engine
 from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, ResidentResizer
@@ -39,6 +40,7 @@ from moejax.start.kernels import (
     native_note,
     verify_kernels,
 )
+from moejax.start.option_values import Speculation
 from moejax.start.options import Config
 from moejax.start.probe import find_activation_bytes, step_costs
 from moejax.start.settings import settings_of
@@ -265,7 +267,16 @@ def _engine(
         tracer=tracer,
         tokenizer=tokenizer,
         planner=_planner(plan, runner, scheduler),
+        drafts=_drafts(options.runtime.speculative_config),
     )
+
+
+def _drafts(speculation: Speculation | None) -> Drafts | None:
+    if speculation is None:
+        return None
+    s = speculation
+    lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
+    return Drafts(*lengths, adaptive=s.adaptive)
 
 
 def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:

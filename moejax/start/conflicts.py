@@ -67,11 +67,17 @@ def parts_of(start: Situation) -> dict[str, str]:
     placed = gives_away(settings.policies)
     sizes = [n for n in ("expert_budget", "kv_budget") if getattr(memory, n) is not None]
     given = {name: name for name, wanted in find_cell_options(options).items() if wanted}
+    drafts, seqs = options.runtime.speculative_config, options.runtime.max_num_seqs
+    fixed = mixed and not isinstance(precision.policy, DynaExq) and not precision.paged
     there: dict[str, str | bool] = {
         "driver=device": driver.name == "device",
+        "driver=host": driver.name == "host",
         "driver=stream": driver.name == "stream",
         "store=file": store.name == "file",
         "store=shared": store.name == "shared",
+        "speculative_config": drafts is not None,
+        "max_num_seqs=1": seqs == 1,
+        "kv_overflow=recompute": memory.kv_overflow == "recompute",
         "transfers=ops": transfers.name == "ops",
         "cache_aware_routing": policy.cache_aware_routing is not None,
         "chunk_bytes": transfers.chunk_bytes is not None,
@@ -88,10 +94,8 @@ def parts_of(start: Situation) -> dict[str, str]:
         "two versions": mixed and named,
         "all resident": mixed and not precision.paged and named,
         "paged": mixed and precision.paged and f"{named},paged=true",
-        "fixed": mixed
-        and not isinstance(precision.policy, DynaExq)
-        and not precision.paged
-        and named,
+        "fixed": fixed and named,
+        "versions that change": mixed and not fixed and named,
         "hi_share": mixed and precision.hi_share is not None and "hi_share",
         "costs": settings.needs_costs and "policies or budgets that need costs",
         "resize by misses": policy.resize in ("mv_wsa", "joint") and resize,
@@ -149,6 +153,8 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
     return {
         "foreign ops": _list_ops(steps.foreign_ops),
         "streaming": bool(steps.window) and "driver=stream",
+        "state": bool(steps.layout.page.state_pages)
+        and f"{steps.config.architecture}, whose attention keeps a state,",
         "native queue": steps.queue is not None and not copies and "transfers='queue'",
         "few layers": layers < 3 and f"a model of {layers} layers",
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
@@ -222,6 +228,21 @@ CONFLICTS: dict[tuple[str, ...], str] = {
         "leave it out, or use driver='device'"
         for name in ("eviction", "prefetch", "placement", "policies", "resize", "cells", "trace")
     },
+    ("speculative_config", "max_num_seqs=1"): "drafts take rows of the decode batch that no "
+    "request uses; raise max_num_seqs",
+    **{
+        ("speculative_config", name): f"{why}; leave out one"
+        for name, why in {
+            "driver=host": "policies decide between layers by the rows of requests alone",
+            "driver=stream": "a step brings every expert, however few tokens it has",
+            "cache_aware_routing": "rejected tokens would change which experts are resident, and "
+            "with that outputs",
+            "versions that change": "rejected tokens would change the experts' versions, and with "
+            "that outputs",
+            "kv_overflow=recompute": "drafts would change which KV is computed again, and with "
+            "that outputs",
+        }.items()
+    },
     # ---- and a platform
     ("store=shared", "GPU"): "experts lie in pinned memory there, which is one process's; use "
     "store='memory'",
@@ -250,6 +271,8 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "chose; leave it out",
     ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
     "driver='device'",
+    ("speculative_config", "state"): "a state cannot go back over rejected tokens; leave out "
+    "speculative_config",
     ("small cache",): "raise it",
     (
         "streaming",

@@ -4,8 +4,9 @@ setting and how its text is read."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax.sizes import rate, size
@@ -17,6 +18,7 @@ from pallas_kernels.option_text import (
     reads,
     seconds,
     share,
+    unknown,
     whole,
     words,
     yes,
@@ -168,6 +170,59 @@ read_driver = reads(
         "stream": _readers(Driver, "tiers", "dense", "packed", "by", "planner", "interval"),
     },
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted for decode steps to verify, with names as in vLLM."""
+
+    num_speculative_tokens: int = 4
+    """Most tokens of a draft."""
+    prompt_lookup_max: int = 5
+    """Most last tokens that must have occurred before."""
+    prompt_lookup_min: int = 2
+    """Fewest last tokens that must have occurred before."""
+    adaptive: bool = True
+    """Whether steps go without drafts where that is measured to be faster."""
+
+
+def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculation:
+    """``{"method": "ngram", "num_speculative_tokens": 4, …}``, as a mapping or as JSON."""
+    if isinstance(given, Speculation):
+        return given
+    example = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise ValueError(
+                f"speculative_config is JSON such as {example}, not {given!r}"
+            ) from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"speculative_config is a mapping such as {example}, not {given!r}")
+    settings = dict(given)
+    method = settings.pop("method", None)
+    if method != "ngram":
+        raise ValueError(unknown("speculative method", str(method), ["ngram"]))
+    known = {field.name: field.default for field in dataclasses.fields(Speculation)}
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(unknown("key of speculative_config", name, ["method", *known]))
+        if type(value) is not type(known[name]) or value < (1 if name != "adaptive" else 0):
+            kind = "true or false" if name == "adaptive" else "a whole number, 1 or more"
+            raise ValueError(f"speculative_config: {name} is {kind}, not {value!r}")
+    longest = settings.get("prompt_lookup_max", known["prompt_lookup_max"])
+    shortest = settings.get("prompt_lookup_min", known["prompt_lookup_min"])
+    if "prompt_lookup_min" not in settings:
+        shortest = min(shortest, longest)
+    elif "prompt_lookup_max" not in settings:
+        longest = max(shortest, longest)
+    if shortest > longest:
+        raise ValueError(
+            f"speculative_config: prompt_lookup_min {shortest} is more than prompt_lookup_max "
+            f"{longest}"
+        )
+    return Speculation(**{**settings, "prompt_lookup_max": longest, "prompt_lookup_min": shortest})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,13 @@ from moejax.start.option_values import (
     Cells,
     Driver,
     Recording,
+    Speculation,
     Store,
     Transfers,
     read_cells,
     read_driver,
     read_recording,
+    read_speculation,
     read_store,
     read_transfers,
     settings_help,
@@ -314,6 +316,17 @@ class RuntimeOptions:
         "most tokens of one prompt in a prefill step while other prompts wait (default: a quarter "
         "of max_num_batched_tokens)",
         default=None,
+    )
+    speculative_config: Read[str | Mapping[str, Any] | Speculation | None, Speculation | None] = (
+        same_bits(
+            "guess the next tokens and verify them in rows of a decode step that no request uses: "
+            '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
+            '"prompt_lookup_min": 2}\' guesses what followed the last 2 to 5 tokens before, and '
+            "stops where that is not faster (docs/explanation/engine.md; default: off)",
+            default=None,
+            convert=optional(read_speculation),
+            metavar="JSON",
+        )
     )
     seed: int = changes_bits(
         "seed of requests that have none",

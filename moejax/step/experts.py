@@ -96,6 +96,8 @@ class StepContext(ExpertContext):
     """The TRACE_ARRAYS that the step returns."""
     cache_aware: float | None = None
     """StepSpec.cache_aware if some experts may be missing; None: routers ignore residency."""
+    drafts: bool = False
+    """StepSpec.drafts."""
 
 
 class Paging(NamedTuple):

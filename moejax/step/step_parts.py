@@ -153,6 +153,9 @@ class StepSpec:
     """How much a missing expert's score is lowered where routers choose (`cache_aware_routing`), so
     that outputs depend on residency; None: routers ignore residency."""
 
+    drafts: bool = False
+    """Whether rows of a decode step may be of one sequence (speculative decoding)."""
+
     @property
     def favours_residents(self) -> bool:
         """Whether routers look at the tables. They need not if every expert is resident."""
@@ -388,6 +391,8 @@ def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext
         tiles = (_rows_in_use(valid) + row_tile - 1) // row_tile
     several = block_table.ndim == 3
     rows = {"lengths": positions + 1} | ({} if several else {"block_table": block_table})
+    # Rows of one sequence read each other's keys, so that all are written before any is read.
+    both = None if context.drafts else functools.partial(write_and_attend, **rows)
     return Tokens(
         positions=positions,
         valid=valid,
@@ -395,7 +400,7 @@ def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext
         tiles=tiles,
         row_tile=row_tile,
         attention=functools.partial(decode_attention, **rows),
-        write_and_attend=functools.partial(write_and_attend, **rows),
+        write_and_attend=both,
         block_tables=block_table if several else None,
         sequences=sequences,
         in_chunks=functools.partial(_decode_in_chunks, positions, context.page.block_size),

@@ -156,6 +156,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "max_num_seqs": ("3",),
     "max_num_batched_tokens": ("128",),
     "long_prefill_token_threshold": ("64",),
+    "speculative_config": ('{"method": "ngram", "prompt_lookup_min": 1}', '{"method": "mtp"}'),
     "seed": ("0", "7"),
     "temperature": ("0", "0.9"),
     "top_k": ("5",),

@@ -50,12 +50,14 @@ from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
+from moejax.engine.drafts import Drafts
 from moejax.engine.statistics import kv_stats
 from moejax.models.config import load_config
 from moejax.models.families import FAMILIES
 from moejax.models.hub import model_directory
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
+from moejax.requests.structured_outputs import StructuredOutputsParams
 from pallas_kernels.option_text import unknown
 from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
@@ -99,6 +101,8 @@ class Conditions:
     requests: int
     transfers: Faults | None = None
     """What is put in the way of transfers beside compute."""
+    drafts: tuple[int, int, int] | None = None
+    """Most tokens of a draft, and the longest and shortest n-grams; None: no drafts."""
 
 
 DELAYED_S = 10e-6
@@ -114,6 +118,13 @@ def draw_faults(rng: np.random.Generator) -> Faults:
     # In some bursts prefetches crawl, so that some are taken back before they begin.
     crawl = float(rng.choice([0.0, 0.0, 0.0, 1.0]))
     return Faults(int(rng.integers(2**31)), delay, errors, 0.2, delayed, ahead, crawl)
+
+
+def draw_drafts(rng: np.random.Generator) -> tuple[int, int, int] | None:
+    """Drafts in most bursts."""
+    longest = int(rng.integers(1, 5))
+    lengths = int(rng.integers(1, 9)), longest, int(rng.integers(1, longest + 1))
+    return lengths if rng.random() < 0.75 else None
 
 
 def draw_conditions(rng: np.random.Generator, rows: int) -> Conditions:
@@ -217,6 +228,7 @@ class Workload:
         self.ended: list[Talk] = []
         self.alone: list[Request] = []
         self._named = 0
+        self._rules = rng.spawn(1)[0]
 
     def _words(self, count: int) -> list[int]:
         return self.rng.integers(1, self.vocabulary, count).tolist()
@@ -351,7 +363,7 @@ class Workload:
         self.counts["biases"] += bias is not None
         self.counts["stop strings"] += stop is not None
         self.counts["logprobs"] += logprobs is not None
-        return SamplingParams(
+        given: dict[str, Any] = dict(
             max_tokens=tokens,
             min_tokens=int(rng.integers(0, tokens + 1)) if rng.random() < 0.2 else 0,
             seed=int(rng.integers(2**31)),
@@ -362,6 +374,20 @@ class Workload:
             logprobs=logprobs,
             **choice,
         )
+        return SamplingParams(**given | self._token_rules())
+
+    def _token_rules(self) -> dict[str, Any]:
+        """Rules by which few tokens may come, so that drafts are often right."""
+        rng, draw = self._rules, self._rules.random()
+        if draw < 0.5:
+            return {}
+        self.counts["token rules"] += 1
+        if draw < 0.6:
+            word = str(rng.choice(STOP_STRINGS))
+            pattern = StructuredOutputsParams(regex=f"({word}|a|b c){{1,200}}")
+            return {"structured_outputs": pattern, "stop": None, "min_tokens": 0}
+        few = rng.integers(1, self.vocabulary, int(rng.integers(1, 4))).tolist()
+        return {"allowed_token_ids": few} | ({"bad_words": ["the old"]} if draw < 0.7 else {})
 
     def cancel(self) -> None:
         """Cancels somebody who waits, runs, or stands behind the turn of a session."""
@@ -419,6 +445,8 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
         ):  # draws of its own: without a queue all is as it was
             drawn = draw_faults(np.random.default_rng([seed, number, burst]))
             conditions = dataclasses.replace(conditions, transfers=drawn)
+        drawn = draw_drafts(np.random.default_rng([seed, number, burst, 1]))
+        conditions = dataclasses.replace(conditions, drafts=drawn)
         apply(llm, conditions, seed=int(rng.integers(2**31)))
         arriving = conditions.requests
         with failing(llm, rng, conditions.failures):
@@ -438,6 +466,8 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
                 if steps > MOST_STEPS:
                     raise Fault(f"{len(workload.live())} requests have not ended")
         engine.drain()
+        if engine.drafts is not None:
+            counts.update({f"drafts: {name}": n for name, n in engine.drafts.counts.items()})
         if engine.control is not None:
             transfers = engine.control.controller.stats()["transfers"].values()
             counts["staged transfers"] += sum(each["done"] for each in transfers)
@@ -472,6 +502,8 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
+    lengths = conditions.drafts
+    engine.drafts = None if lengths is None else Drafts(*lengths, adaptive=False)
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
     if conditions.stages:
@@ -530,14 +562,14 @@ def failing(llm: LLM, rng: np.random.Generator, chance: float) -> Iterator[None]
 
         return call
 
-    names = ("decode", "prefill", "sample", "place_tokens") if chance else ()
-    for name in names:
-        setattr(runner, name, fallible(getattr(runner, name)))
+    names = {"decode": runner, "prefill": runner, "sample": runner.tokens, "place": runner.tokens}
+    for name, owner in names.items() if chance else ():
+        setattr(owner, name, fallible(getattr(owner, name)))
     try:
         yield
     finally:
-        for name in names:
-            delattr(runner, name)
+        for name, owner in names.items() if chance else ():
+            delattr(owner, name)
 
 
 def check(llm: LLM, *, device: bool) -> None:

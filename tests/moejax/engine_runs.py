@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.memory.tables import with_contents
 from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams
-from moejax.engine.step_work import Step
+from moejax.engine.step_work import Draft, Step
 from scripts.check.kv_faults import kv_faults
 
 
@@ -78,17 +78,26 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
     logits: dict[int, list[np.ndarray]] = {}
     said: dict[str | None, list[int]] = {}
     added: dict[int, int] = {}
+    drafts: list[tuple[Draft, np.ndarray]] = []
 
     def record(step: Step) -> None:
+        record_accepted()
         rows = np.asarray(step.output.logits)
         for row, request in step.sampled():
             if request.finish_reason is None:
                 logits.setdefault(id(request), []).append(rows[row].copy())
+        drafts.extend((draft, rows) for draft in step.work.drafts)
         placed = step.output.placed
         if placed is not None and np.any(placed & ~step.output.read().missed):
             raise Faulty(f"step {step.number}: a resident was computed by the second processor")
         if check:
             check_step(llm, step)
+
+    def record_accepted() -> None:
+        """Records the logits of drafts that were right, once their step was read."""
+        for draft, rows in drafts:
+            logits[id(draft.request)] += [rows[row] for row in draft.rows[: draft.accepted]]
+        drafts.clear()
 
     engine.listener = record
     try:
@@ -110,6 +119,7 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
             number += 1
         while not engine.idle:
             engine.step()
+        record_accepted()
     finally:
         engine.listener = None
         engine.abort([r for r in requests if r is not None])

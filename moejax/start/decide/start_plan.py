@@ -196,6 +196,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         second=second_of(settings, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
         cache_aware=options.policy.cache_aware_routing,
+        drafts=options.runtime.speculative_config is not None,
     )
     if config.routes_apart and (steps.trace_arrays or search_of(settings.policies) is not None):
         raise UserError(

@@ -14,6 +14,7 @@ from scipy import special
 
 from moejax import SamplingParams, UserError
 from moejax.engine.sampling import TokenSampler
+from moejax.engine.step_work import Draw
 from moejax.step.programs import ProgramKey
 from tests.moejax.engine.scenes import open_llm
 from tests.moejax.engine_runs import Job, Recorded, run
@@ -174,4 +175,4 @@ def test_what_is_refused(llm):
     sampler = TokenSampler(runner, {0})
     sampler.place(moved)
     with pytest.raises(ValueError, match="request 7 got a row while 4 tokens were dispatched and"):
-        sampler.sample(None, [moved])
+        sampler.sample(None, [Draw(1, moved, None)])

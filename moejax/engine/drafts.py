@@ -1,0 +1,199 @@
+"""Speculative decoding: drafts of the next tokens, and when they pay.
+
+A decode step verifies a draft in rows that no request uses: row i computes the draft's token i at
+its position, with the pages of its sequence. The bits of a row do not depend on other rows, so each
+row chooses the token that a step of its own would have chosen. The draft is accepted as far as it
+equals these tokens; a rejected row's keys are overwritten before any row reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from moejax.engine.step_work import Guess, ScheduledWork
+from moejax.requests.request import Request
+
+WINDOW = 16
+"""Decode steps over which a rate is measured."""
+GAIN = 1.05
+"""How much faster the other way must be before the engine changes to it."""
+HOLDS = 4, 64
+"""Windows that a choice is kept before the other way is measured again: at first, and at most.
+Each measurement that confirms the choice doubles them, so that it costs little in the end."""
+
+
+def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
+    """Guesses what follows `tokens` by prompt lookup (Saxena, 2023; vLLM's method "ngram").
+
+    - `tokens`: int32[N].
+    - `longest`, `shortest`: how many last tokens must occur earlier. The longest match counts; of
+      equal ones the last.
+    - `most`: how many tokens to guess.
+
+    Returns int32[most], or int32[0] without a match. A match that overlaps the end goes on in a
+    circle.
+    """
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])
+    matched = int(len(places) > 0)
+    while matched and matched < longest:
+        further = places[places >= matched]
+        further = further[tokens[further - matched] == tokens[-1 - matched]]
+        if not len(further):
+            break
+        places, matched = further, matched + 1
+    if matched < max(shortest, 1) or most < 1:
+        return tokens[:0]
+    return np.resize(tokens[places[-1] + 1 :], most)
+
+
+class Histories:
+    """Prompt and output of requests as arrays, which grow with the output."""
+
+    def __init__(self):
+        self._arrays: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
+        self._sizes: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def tokens(self, request: Request) -> np.ndarray:
+        """Returns int32[N], the request's tokens so far."""
+        total, size = len(request.prompt) + len(request.output), self._sizes.get(request, 0)
+        array = self._arrays.get(request)
+        if array is None:
+            room = len(request.prompt) + request.to_generate
+            array = self._arrays[request] = np.empty(room, np.int32)
+        array[size:total] = request.tokens(size, total)
+        self._sizes[request] = total
+        return array[:total]
+
+
+@dataclasses.dataclass
+class Choice:
+    """Whether drafts pay for one number of requests: rates of both ways, measured by turns."""
+
+    on: bool = True
+    """The faster way so far; the first steps have drafts."""
+    trying: bool | None = None
+    """The way that is measured now; None: nothing is."""
+    rates: dict[bool, float] = dataclasses.field(default_factory=dict)
+    """Tokens a second and request, with and without drafts, of the last window of each."""
+    hold: int = HOLDS[0]
+    windows: int = 0
+    """Windows since the other way was measured."""
+    steps: int = 0
+    tokens: float = 0.0
+    """Tokens a request of the window so far."""
+    seconds: float = 0.0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next step has drafts."""
+        return self.on if self.trying is None else self.trying
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Takes a decode step of the present way.
+
+        - `tokens`: that it gave, a request.
+        """
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.seconds += seconds
+        if self.steps < WINDOW:
+            return
+        self.rates[self.drafts] = self.tokens / max(self.seconds, 1e-9)
+        self.steps, self.tokens, self.seconds = 0, 0.0, 0.0
+        if self.trying is None:
+            self.windows += 1
+            if self.windows >= self.hold or len(self.rates) < 2:
+                self.trying = not self.on
+            return
+        self.trying, self.windows = None, 0
+        if self.rates[not self.on] > GAIN * self.rates[self.on]:
+            self.on, self.hold = not self.on, HOLDS[0]
+        else:
+            self.hold = min(2 * self.hold, HOLDS[1])
+
+
+class Drafts:
+    """Drafts by n-grams of each request's own tokens, and statistics of them.
+
+    - `most`: tokens of a draft.
+    - `longest`, `shortest`: see `look_up`.
+    - `adaptive`: whether steps go without drafts where that is faster.
+    """
+
+    def __init__(self, most: int, longest: int, shortest: int, *, adaptive: bool = True):
+        self.most, self.longest, self.shortest = most, longest, shortest
+        self.adaptive = adaptive
+        self.choices: dict[int, Choice] = {}
+        """By the power of two that the number of requests is at most."""
+        self.counts: Counter[str] = Counter()
+        self._histories = Histories()
+
+    def wanted(self, requests: int) -> bool:
+        """Whether the next decode step of so many requests has drafts."""
+        return requests > 0 and (not self.adaptive or self._choice(requests).drafts)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Guesses at most so many next tokens of a request."""
+        tokens = self._histories.tokens(request)
+        return look_up(tokens, self.longest, self.shortest, most).tolist()
+
+    def guess(self, work: ScheduledWork) -> dict[Request, Guess]:
+        """Returns guesses for the requests of a decode step, those without one left out. All tokens
+        of the requests must have been read. A guess ends before a token that may not come."""
+        found: dict[Request, Guess] = {}
+        for _, request in work.rows:
+            # The step's own token is one of those to come.
+            most = min(self.most, request.to_generate - request.dispatched)
+            tokens, rules = self.propose(request, most), request.rules
+            words = [None] * len(tokens) if rules is None else rules.ahead(tokens, request.output)
+            if words:
+                found[request] = Guess(tokens[: len(words)], words)
+        return found
+
+    def after_read(self, work: ScheduledWork, seconds: float | None) -> None:
+        """Takes a decode step whose tokens were read.
+
+        - `seconds`: that it took; None: not a time to learn from.
+        """
+        accepted = sum(draft.accepted for draft in work.drafts)
+        if work.drafts:
+            self.counts["steps"] += 1
+            self.counts["drafted"] += sum(len(draft.tokens) for draft in work.drafts)
+            self.counts["accepted"] += accepted
+        requests = len(work.rows)
+        if requests and seconds is not None:
+            choice = self._choice(requests)
+            if work.drafting == choice.drafts:  # else the step was dispatched before a change
+                choice.add(1 + accepted / requests, seconds)
+
+    def _choice(self, requests: int) -> Choice:
+        return self.choices.setdefault((requests - 1).bit_length(), Choice())
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the part of LLM.stats() on drafts as plain data."""
+        drafted, accepted = self.counts["drafted"], self.counts["accepted"]
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.most,
+            "prompt_lookup_max": self.longest,
+            "prompt_lookup_min": self.shortest,
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "acceptance_rate": accepted / drafted if drafted else None,
+            "steps": self.counts["steps"],
+            "choices": [self._said(bits) for bits in sorted(self.choices)],
+        }
+
+    def _said(self, bits: int) -> dict[str, Any]:
+        choice = self.choices[bits]
+        with_drafts, without = choice.rates.get(True), choice.rates.get(False)
+        return {
+            "requests_at_most": 1 << bits,
+            "on": choice.on or not self.adaptive,
+            "tokens_per_s_with": with_drafts,
+            "tokens_per_s_without": without,
+        }
