@@ -84,7 +84,7 @@ class Pair:
 
 def pairs(model, **options) -> Iterator[Pair]:
     """KV is so small that requests are moved out, and a third of the experts has a cell."""
-    kv = {"kv_budget": "96KiB"} if model != "demo" else {"kv_budget": "256KiB"}
+    kv = {"kv_budget": "96KiB"} if model != "demo" else {"kv_budget": "288KiB"}
     with open_llm(model, max_num_seqs=8, expert_budget="33%", **kv, **options) as llm:
         yield Pair(llm)
 
