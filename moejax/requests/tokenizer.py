@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.directory import read_bounded, read_json, require_own_file
 from moejax.models.gguf_header import is_gguf
 from moejax.requests.gguf_tokenizer import load_gguf_tokenizer
+from moejax.requests.tiktoken_table import TIKTOKEN, has_tiktoken, read_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,8 +39,10 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TIKTOKEN,
 )
-"""Files that transformers reads from a directory with tokenizer.json, beside TEMPLATES."""
+"""Files that transformers reads from a directory with tokenizer.json, beside TEMPLATES, and what
+stands for tokenizer.json in some."""
 
 TEMPLATES = "additional_chat_templates"
 """A directory of further chat templates."""
@@ -140,7 +144,7 @@ def load_tokenizer(directory: str | os.PathLike[str], required: bool = False) ->
 
     No code of the checkpoint runs (``auto_map`` is ignored), and files that are links out of the
     directory are refused (require_own_file). Raises UserError if the files are damaged, of a format
-    without ``tokenizer.json``, or missing where they are required.
+    without ``tokenizer.json`` (but Kimi's tiktoken.model), or missing where they are required.
     """
     directory = Path(directory)
     if is_gguf(directory):
@@ -151,6 +155,8 @@ def load_tokenizer(directory: str | os.PathLike[str], required: bool = False) ->
             # Reading would load the whole file, holes included.
             most = MOST_TABLE if name == "tokenizer.json" else MOST_SMALL_FILE
             require_own_file(directory / name, directory, most, "a tokenizer")
+    if has_tiktoken(directory) and not (directory / "tokenizer.json").exists():
+        return _keep(directory)
     if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
         if not others and required:
@@ -212,13 +218,20 @@ def _load_whole(directory: Path) -> PreTrainedTokenizerFast:
         # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
         # the checkpoint's code (auto_map); the file is what the model was trained with. It is
         # named, since tokenizer_config.json may name another one, anywhere.
-        return PreTrainedTokenizerFast.from_pretrained(
-            directory,
-            local_files_only=True,
-            model_max_length=_NO_LIMIT,
-            tokenizer_file=str(directory / "tokenizer.json"),
-            trust_remote_code=False,
-        )
+        with tempfile.TemporaryDirectory(prefix="moejax-tokenizer-") as folder:
+            table = directory / "tokenizer.json"
+            if not table.exists():
+                table = Path(folder, table.name)
+                read_tiktoken(directory).save(str(table))
+            return PreTrainedTokenizerFast.from_pretrained(
+                directory,
+                local_files_only=True,
+                model_max_length=_NO_LIMIT,
+                tokenizer_file=str(table),
+                trust_remote_code=False,
+            )
+    except UserError:
+        raise
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # of tokenizers: a bare Exception, or a panic of its code

@@ -1,5 +1,6 @@
 """Tokenizers: what is loaded of a directory, what is refused, and text piece by piece."""
 
+import base64
 import json
 import os
 import pathlib
@@ -119,6 +120,38 @@ def test_tokenizer_runs_no_code_and_reads_no_other_file(tmp_path):
     assert tokenizer is not None and plain is not None
     assert tokenizer.get_vocab() == plain.get_vocab()
     assert not (tmp_path / "ran").exists()
+
+
+def tiktoken_directory(path, *lines, **special):
+    """Of all bytes, and lines: (token, id)."""
+    tokens = [(bytes([i]), i) for i in range(256)] + list(lines)
+    table = "\n".join(f"{base64.b64encode(token).decode()} {i}" for token, i in tokens)
+    (path / "tiktoken.model").write_text(table)
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": special}
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_tiktoken_file_is_read_without_the_checkpoints_code(tmp_path):
+    """Chinese characters are not joined with letters, and special tokens have their ids."""
+    lines = [(b"ab", 256), (b"b\xe4", 257), (b" a", 258), (b"12", 259), (b"A\xcc", 260)]
+    end = {"262": {"content": "<|im_end|>", "special": True}}
+    tokenizer = load_tokenizer(tiktoken_directory(tmp_path, *lines, **end))
+    assert tokenizer is not None
+    text = "ab你 ab12345A\u0301<|im_end|><|reserved_token_261|>"
+    ids = [256, *"你".encode(), 32, 256, 259, *b"345", 260, 0x81, 262, 261]
+    assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == text
+    assert len(tokenizer.get_vocab()) == 261 + 256
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [([(b"ab", 300)], "ids of tokens must be 0, 1, 2"), ([(b"", 256)], "cannot be read")],
+)
+def test_a_damaged_tiktoken_file_is_refused(tmp_path, lines, message):
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tiktoken_directory(tmp_path, *lines))
 
 
 def test_a_kept_tokenizer_is_the_same_without_transformers(tmp_path, monkeypatch):
