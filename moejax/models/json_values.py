@@ -34,7 +34,8 @@ def parse_json(text: str | bytes, nan: bool = False) -> Any:
 
     Unlike json.loads it refuses a key given twice (readers disagree on which one counts), NaN and
     infinite numbers, names that are not Unicode, brackets nested beyond Python's stack, and more
-    than MOST_VALUES values.
+    than MOST_VALUES values. Infinity, which older files of transformers have, becomes what newer
+    ones have for it, an object.
 
     - `nan`: allow NaN and infinite numbers.
     """
@@ -47,7 +48,7 @@ def parse_json(text: str | bytes, nan: bool = False) -> Any:
         return json.loads(
             text,
             object_pairs_hook=_object,
-            parse_constant=float if nan else _refuse_constant,
+            parse_constant=float if nan else _read_constant,
             parse_float=float if nan else _finite,
         )
     except RecursionError:
@@ -65,7 +66,9 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> None:
+def _read_constant(name: str) -> dict[str, str]:
+    if name == "Infinity":
+        return {"__float__": name}
     raise ValueError(f"{name} is not a JSON number")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import math
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.models.families import FAMILIES
+from moejax.models.json_values import parse_json
 
 KINDS = tuple(family.model_type for family in FAMILIES.values())
 
@@ -817,6 +819,13 @@ def test_other_fields_change_nothing(kind):
     assert parse_config(plain(kind, **fields)) == parse_config(plain(kind))
 
 
+def test_infinity_by_either_spelling():
+    limits = [0.1, {"__float__": "Infinity"}], [0.1, math.inf]
+    written = (json.dumps(plain(HYBRID, time_step_limit=each)) for each in limits)
+    newer, older = (parse_config(parse_json(text)) for text in written)
+    assert newer == older != parse_config(plain(HYBRID))
+
+
 IN_TRANSFORMERS = [f for f in FAMILIES.values() if f.model_type not in NOT_IN_TRANSFORMERS]
 
 
@@ -833,8 +842,6 @@ def _config_class(family) -> str:
 @pytest.mark.parametrize("family", IN_TRANSFORMERS, ids=lambda family: family.model_type)
 def test_defaults_are_those_of_transformers(family):
     """What an empty config.json means, and what transformers writes for it."""
-    import json
-
     import transformers
 
     given = {k: v for k, v in plain(family.model_type).items() if k != "model_type"}

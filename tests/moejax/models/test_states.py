@@ -27,6 +27,7 @@ GRANITE = {
     "num_experts_per_tok": 10,
     "intermediate_size": 768,
 }
+NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 KIMI = {
     "model_type": "kimi_linear",
     "linear_attn_config": {
@@ -40,6 +41,12 @@ KIMI = {
 LAYERS = {  # (layers with state, bytes of one in bfloat16), bytes of a token's KV
     "Granite 4.0 H Small": (GRANITE, (36, 128 * 64 * 128 * 4 + 3 * (8192 + 2 * 128) * 2), 16_384),
     "Jamba v0.1": ({"model_type": "jamba"}, (28, 8192 * 16 * 4 + 3 * 8192 * 2), 16_384),
+    "Nemotron 3 Nano": (
+        {"model_type": "nemotron_h", "hidden_size": 2688, "num_key_value_heads": 2}
+        | {"hybrid_override_pattern": NEMOTRON, "mamba_num_heads": 64},
+        (23, 64 * 64 * 128 * 4 + 3 * (4096 + 2 * 8 * 128) * 2),
+        6_144,
+    ),
     "Kimi Linear 48B": (KIMI, (20, 32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2), 7 * 576 * 2),
     "Qwen3.6 35B": (
         {"model_type": "qwen3_5_moe_text"},
