@@ -22,7 +22,7 @@ LEAST_JAX = (0, 12)
 """The first jax whose Mosaic compiles without a GPU and has mma.sync and stores to device memory:
 0.10 compiles kernels only when they run, 0.11 has no `store`."""
 
-UNITS = {"rms_norm": 128, "linear": 64}
+UNITS = {"rms_norm": 128, "linear": 64, "expert_ffn": 128}
 """Op → what its widths must be multiples of: threads that hold a row, or a tile of a product."""
 
 

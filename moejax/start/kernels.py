@@ -21,8 +21,9 @@ from moejax.step.step_parts import StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.dispatch import KERNELS
+from pallas_kernels.expert_ffn import why_not_mosaic
 from pallas_kernels.mosaic import why_not_widths
-from pallas_kernels.records.versions import Formats
+from pallas_kernels.records.versions import Formats, VersionFormats
 from pallas_kernels.verification import (
     NOT_CHECKED,
     SHIPPED,
@@ -138,8 +139,13 @@ def without_mosaic(
             "linear": [
                 width for outputs, inputs, *_ in shape.products for width in (outputs, inputs)
             ],
+            "expert_ffn": (shape.hidden, shape.width),
         }
         found |= {op: why for op, of in widths.items() if (why := why_not_widths(op, of))}
+    record = layout.records[0]
+    dense = formats or (VersionFormats(record, record),)
+    if reason := why_not_mosaic(dense, config.hidden_act, layout.slot_rows):
+        found["expert_ffn"] = reason
     return found
 
 

@@ -3,7 +3,12 @@
 from pallas_kernels.expert_ffn.activation import Activation, ClampedSwiGLU
 from pallas_kernels.expert_ffn.api import ACTIVATIONS, expert_ffn, sorted_pairs
 from pallas_kernels.expert_ffn.epilogue import Combined, Epilogue, counters_size
-from pallas_kernels.expert_ffn.operands import ExpertBatch, ExpertOptions, ExpertPlaces
+from pallas_kernels.expert_ffn.operands import (
+    ExpertBatch,
+    ExpertOptions,
+    ExpertPlaces,
+    why_not_mosaic,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -17,4 +22,5 @@ __all__ = [
     "counters_size",
     "expert_ffn",
     "sorted_pairs",
+    "why_not_mosaic",
 ]

@@ -16,12 +16,12 @@ from pallas_kernels.records.absent import stood_in
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import VersionFormats, check_formats
 
-IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "cpu"))
+IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "mosaic", "cpu"))
 
 FUSES = {"pallas"}
 """Implementations that compute an epilogue in their own launches."""
 
-SORTS = {"pallas"}
+SORTS = {"pallas", "mosaic"}
 """Implementations that sort the pairs of many tokens by expert."""
 
 

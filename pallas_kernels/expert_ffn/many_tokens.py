@@ -77,7 +77,7 @@ def expert_ffn(y, memory, batch, *, formats, activation, gate_up, down):
     """
     active, active_count, ids, x, pairs = batch
     pairs = sort_pairs(ids, memory.address.shape[1]) if pairs is None else pairs
-    groups = group(pairs, active, active_count)
+    groups = group(pairs, active, jnp.arange(active.shape[0]) < active_count)
     most, width, hidden = len(groups.expert), formats[0].cell.width, x.shape[1]
     h = triton_call(
         functools.partial(
@@ -122,16 +122,15 @@ def sort_pairs(ids: jax.Array, experts: int) -> Pairs:
     return Pairs(order.at[place].set(jnp.arange(pairs), unique_indices=True), first)
 
 
-def group(pairs: Pairs, active: jax.Array, active_count: jax.Array) -> Groups:
-    """Cuts the pairs of experts active[:active_count] into tiles."""
+def group(pairs: Pairs, active: jax.Array, listed: jax.Array) -> Groups:
+    """Cuts the pairs of the experts in `active` that are listed (bool[A]) into tiles."""
     order, first = pairs
     experts = first.shape[0] - 1
-    listed = jnp.arange(active.shape[0]) < active_count
     expert = jnp.where(listed, active, 0)
     tiles = jnp.where(listed, pl.cdiv(first[expert + 1] - first[expert], ROWS), 0)
     end = jnp.cumsum(tiles)
     # Every tile except an expert's last is full.
-    most = order.shape[0] // ROWS + min(experts, order.shape[0])
+    most = order.shape[0] // ROWS + min(experts, *active.shape, *order.shape)
     tile = jnp.arange(most)
     slot = jnp.sum(end <= tile[:, None], axis=1)
     inside = slot < active.shape[0]

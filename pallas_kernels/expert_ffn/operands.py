@@ -55,3 +55,23 @@ class ExpertOptions:
     implementation: str = "xla"
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernels."""
+
+
+CELL_ROWS = 8
+"""Cells that the Mosaic kernels read begin at multiples of so many rows."""
+
+
+def why_not_mosaic(formats: Formats, activation: Activation, step: int = CELL_ROWS) -> str | None:
+    """Why the Mosaic kernels do not compute these experts; None: they do.
+
+    - `step`: cells begin at multiples of so many rows.
+    """
+    if len(formats) > 1 or any(fmt.version != "dense" for fmt in formats[0][:2]):
+        return "its Mosaic kernels read dense experts of one version"
+    if formats[0].cell.biases:
+        return "its Mosaic kernels add no biases"
+    if not isinstance(activation, str):
+        return "its Mosaic kernels do not clamp"
+    if step % CELL_ROWS:
+        return f"its Mosaic kernels read cells at multiples of {CELL_ROWS} rows, not of {step}"
+    return None

@@ -43,6 +43,7 @@ SPECS = (
     Spec(17, "bfloat16", width=10, hidden=40, top_k=3, row_tile=64),
     Spec(3, "float16"),
     Spec(17, "float16", "padded"),
+    Spec(70, "bfloat16", "one", experts=3, hidden=384, width=128, row_tile=64),
 )
 
 CODED = (

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import check_mosaic, mosaic_call
-from pallas_kernels.mosaic_product import ROWS, most_columns, product
+from pallas_kernels.mosaic_product import ROWS, most_columns, products
 from pallas_kernels.triton import power_of_two_divisor, scalar
 
 
@@ -51,5 +51,5 @@ def _kernel(layer, tiles, x, weights, out, *, row_tile, columns):
 
     @pl.when(first < tiles[0] * row_tile)
     def _():
-        total = product(x.at[rows], weights.at[layer[0], across], columns)
+        (total,) = products(x.at[rows], [weights.at[layer[0], across]], columns)
         plgpu.store(out.at[rows, across], total.astype(out.dtype), optimized=False)

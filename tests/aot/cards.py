@@ -55,20 +55,22 @@ def config_of(model: str) -> ModelConfig:
     return dataclasses.replace(config, sliding_window=128, window_layers=turns)
 
 
-def kernels_on(card: str, model: str) -> Ops:
-    """The ops that run for a model on a card: kernels, with the stages of its class."""
+def kernels_on(card: str, model: str, **changes: str) -> Ops:
+    """The ops that run for a model on a card: kernels, with the stages of its class, but for
+    changes."""
     config = config_of(model)
-    return resolve_ops(
+    ops = resolve_ops(
         "auto",
         platform="gpu",
         dtype="bfloat16",
         no_kernel=without_kernel(config),
         shared_kib=shared_class(device_of(card)),
     )
+    return dataclasses.replace(ops, **changes)
 
 
-def step_programs(card: str, model: str) -> Programs:
-    config, ops = config_of(model), kernels_on(card, model)
+def step_programs(card: str, model: str, **changes: str) -> Programs:
+    config, ops = config_of(model), kernels_on(card, model, **changes)
     return abstract_programs(
         config,
         ARENA_GiB[card] * GiB,
@@ -101,8 +103,7 @@ def start_checks(
 ) -> Iterator[Check]:
     """What a start of the model on the card may check. versions: of its experts, (in a cell, in the
     store), if not dense. changes: fields of the ops that run."""
-    config = config_of(model)
-    ops = dataclasses.replace(kernels_on(card, model), **changes)
+    config, ops = config_of(model), kernels_on(card, model, **changes)
     shape = kernel_shape(config, "bfloat16", config.slot_layout(itemsize=2))
     of_versions = {"versions": tuple(versions)} if versions else {}
     return iter(checks(dataclasses.replace(shape, **of_versions), ops))

@@ -11,9 +11,18 @@ import sys
 import pytest
 
 from pallas_kernels.mosaic import why_not_mosaic
-from tests.aot.aot_h200 import CARDS, compile_for
-from tests.aot.cards import MODELS, check_call, named, start_checks
+from tests.aot.aot_h200 import CARDS
+from tests.aot.cards import (
+    MODELS,
+    STEPS,
+    check_call,
+    compile_step,
+    named,
+    start_checks,
+    step_programs,
+)
 from tests.aot.ptxas import assemble
+from tests.moejax.step.test_constant_memory import nbytes
 
 pytestmark = pytest.mark.aot
 
@@ -28,10 +37,13 @@ WAITS = {
 }
 
 OPS = {
+    "expert_ffn": "expert_ffn 2304x2048 silu top 8 tokens 192 rows 64.*",
     "linear": "linear 5120x2048 rows 64 bias False out bfloat16 bfloat16",
     "rms_norm": "rms_norm 2048 bfloat16",
 }
 """Op → the name of a check of Qwen3-30B-A3B's size."""
+
+RECORD_BYTES = 3 * 768 * 2048 * 2
 
 if not why_not_mosaic():
 
@@ -44,6 +56,11 @@ if not why_not_mosaic():
     @pytest.mark.parametrize("card", CARDS)
     def test_kernels_compile_for_a_card(card, repository):
         assert told("compile", card, repository).split() == list(OPS)
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("card", ["h200", "rtx4090"])
+    def test_steps_copy_nothing(card, repository):
+        assert len(told("steps", card, repository).splitlines()) == 2
 
     nightly = pytest.param("rtx5060ti", marks=pytest.mark.nightly)
 
@@ -64,16 +81,31 @@ def compile_ops(card: str) -> None:
         check = named(start_checks(card, MODELS[0], **{op: "mosaic"}), name)
         options = dict(check_call(check))
         given = options.pop("fn"), *options.pop("args")
-        modules = [module for module, _ in compile_program(card, *given, **options).mosaic.values()]
-        assert modules
+        program = compile_program(card, *given, **options)
+        modules = [module for module, _ in program.mosaic.values()]
+        assert modules and program.compiled
         for kernel in (kernel for module in modules for kernel in assemble(module)):
             assert kernel.spill_bytes == 0 and kernel.registers <= 255, kernel
         text = "".join(modules)
         assert ("wgmma.mma_async" in text) == (op != "rms_norm" and card == "h200")
         assert ("mma.sync" in text) == (op != "rms_norm" and card != "h200")
-        program = compile_for(card, *given, **options)
-        assert program.copies() == program.host_copies() == []
+        assert program.compiled.copies() == []
+        sizes = [size for _, size in program.compiled.host_copies()]
+        assert sizes == [RECORD_BYTES] * (op == "expert_ffn")  # one of an expert without a cell
         print(op)
+
+
+def compile_steps(card: str) -> None:
+    """Compiles a decode step and a prefill step with every op of OPS."""
+    programs = step_programs(card, MODELS[0], **dict.fromkeys(OPS, "mosaic"), fill_ffn="xla")
+    logits = 16 * 151936 * 4  # decode's, cut out of a tile of 64 rows
+    for key in (STEPS[0], STEPS[2]):
+        compiled, _ = compile_step(card, programs, key)
+        assert [size for _, size in compiled.copies() if size != logits] == []
+        assert {size for _, size in compiled.host_copies()} == {RECORD_BYTES}
+        assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
+        assert compiled.kernels().count("mosaic_gpu_v2") >= 11
+        print(key)
 
 
 def run_ops(card: str) -> None:
@@ -108,4 +140,4 @@ def run_ops(card: str) -> None:
 
 
 if __name__ == "__main__":
-    {"compile": compile_ops, "run": run_ops}[sys.argv[1]](sys.argv[2])
+    {"compile": compile_ops, "steps": compile_steps, "run": run_ops}[sys.argv[1]](sys.argv[2])

@@ -191,17 +191,18 @@ def test_the_arena_is_donated_and_compared():
 
 def test_mosaic_kernels_have_checks_of_their_own():
     product = 128, 128, False, "bfloat16"
-    shape = dataclasses.replace(SMALL, hidden=128, products=(product,))
-    wanted = dict.fromkeys(("rms_norm", "linear"), "mosaic")
+    shape = dataclasses.replace(SMALL, hidden=128, width=128, products=(product,))
+    wanted = dict.fromkeys(("rms_norm", "linear", "expert_ffn"), "mosaic")
     if why_not_mosaic():
         with pytest.raises(ValueError, match=r"need jax 0.12 or newer, and this is jax 0\.1[01]"):
             small_checks(shape, **wanted)
         return
     found = small_checks(shape, **wanted)
     assert all(check.key.endswith(" bfloat16 mosaic") for check in found)
-    assert [check.op for check in found] == ["linear"] * 3 + ["rms_norm"]
-    error = found[-1].error(jax.devices()[0])
-    assert 0 <= error <= found[-1].tolerance
+    assert [check.op for check in found[:4]] == ["linear"] * 3 + ["rms_norm"]
+    assert {check.op for check in found[4:]} == {"expert_ffn"}
+    error = found[3].error(jax.devices()[0])
+    assert 0 <= error <= found[3].tolerance
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import numpy as np
 
 from pallas_kernels.cards import shared_class
 from pallas_kernels.dispatch import KERNELS
-from tests.aot.aot_h200 import compile_for, device_of
+from tests.aot.aot_h200 import Compiled, compile_for, device_of
 from tests.pallas_kernels import contract
 from tests.ptx import machine
 from tests.ptx.machine import Launch
@@ -63,7 +63,7 @@ class Op:
 
     @property
     def operands(self) -> list[str]:
-        return re.findall(r"%([\w.-]+)", _until_closed(self.rest))
+        return re.findall(r"%([\w.#-]+)", _until_closed(self.rest))
 
     def attribute(self, name: str, pattern: str = "") -> str:
         found = re.search(pattern or rf"\b{name}=%?([\w.-]+)", self.rest)
@@ -109,6 +109,7 @@ class Program:
     """Modules by the name of their kernel."""
     mosaic: Mapping[str, tuple[str, str]]
     """Kernels of Mosaic GPU, by instruction: (module, the host's function)."""
+    compiled: Compiled | None = None
 
 
 def compile_program(card: str, function: Callable, *args: Any, **options: Any) -> Program:
@@ -129,8 +130,8 @@ def compile_program(card: str, function: Callable, *args: Any, **options: Any) -
             mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_HOST_LLVM="1"),
             _stdout(Path(dump) / "mosaic.txt"),
         ):
-            compile_for(card, function, *args, **options)
-        return read_dump(Path(dump))
+            compiled = compile_for(card, function, *args, **options)
+        return dataclasses.replace(read_dump(Path(dump)), compiled=compiled)
 
 
 @contextlib.contextmanager
@@ -149,17 +150,22 @@ def _stdout(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def _of_mosaic(
-    printed: str, computations: Mapping[str, Mapping[str, Op]]
-) -> dict[str, tuple[str, str]]:
+def _scheduled(computations: Mapping[str, Mapping[str, Op]], name: str) -> Iterator[Op]:
+    """The instructions of a computation in order, those of a loop's body where the loop is."""
+    for op in computations[name].values():
+        if op.opcode == "while":
+            yield from _scheduled(computations, op.attribute("body"))
+        yield op
+
+
+def _of_mosaic(printed: str, ops: Iterator[Op]) -> dict[str, tuple[str, str]]:
     """Program.mosaic: new kernels are compiled and printed in the order of the schedule."""
     modules = re.findall(r"^\.version.*?^\}", printed, re.DOTALL | re.MULTILINE)
     hosts = re.findall(r"^define void @(?!_mlir_)\w+\([^)]*\) \{.*?^\}", printed, re.DOTALL | re.M)
     hosts = [host for host in hosts if "_mosaic_gpu_init(" not in host]
     calls = {
         op.name: op.attribute("kernel_hash", r"kernel_hash = (\"(?:[^\"\\]|\\.)*\")")
-        for ops in computations.values()
-        for op in ops.values()
+        for op in ops
         if 'custom_call_target="mosaic_gpu_v2"' in op.rest
     }
     new = [one for one in dict.fromkeys(calls.values()) if one not in _mosaic]
@@ -195,7 +201,7 @@ def read_dump(dump: Path) -> Program:
             thunks.setdefault(name, []).append(kernels[int(number)])
     modules = [one for path in dump.glob("*.ptx") for one in _entries(path.read_text())]
     ptx = {found[1]: m for m in modules if (found := re.search(r"\.entry\s+([\w$]+)", m))}
-    mosaic = _of_mosaic(text("mosaic.txt"), computations)
+    mosaic = _of_mosaic(text("mosaic.txt"), _scheduled(computations, entry))
     return Program(computations, entry, places, sizes, thunks, ptx, mosaic)
 
 
@@ -223,7 +229,13 @@ def _computations(hlo: str) -> tuple[dict[str, dict[str, Op]], str]:
             body = computations[head[2]] = {}
             entry = head[2] if head[1] else entry
         elif op:
-            body[op[1]] = Op(*op.groups())
+            made = Op(*op.groups())
+            # %tuple#1 is an element of a tuple that no instruction takes out.
+            for whole, number in re.findall(r"%([\w.-]+)#(\d+)", _until_closed(made.rest)):
+                name, kind = f"{whole}#{number}", leaves(body[whole].type)[int(number)][1]
+                rest = f"%{whole}), index={number}"
+                body[name] = Op(name, kind, "get-tuple-element", rest)
+            body[made.name] = made
     return computations, entry
 
 
@@ -326,6 +338,9 @@ class Execution:
             return self.place(ops, op.operands[index[0]], index[1:])
         if op.opcode in ("bitcast", "copy-done", "while"):
             return self.place(ops, op.operands[0], index)
+        if op.opcode == "async-done":
+            body = self.program.computations[ops[op.operands[0]].attribute("calls")]
+            return self.place(body, list(body)[-1], index)
         if op.opcode == "parameter" and name in self.aliases:
             outer, init = self.aliases[name]
             return self.place(self.program.computations[outer], init, index)
@@ -371,12 +386,14 @@ class Execution:
         elif op.opcode in ("copy", "copy-start"):
             source, index = self.place(ops, op.operands[0], ()), (0,) * (op.opcode != "copy")
             self._view(self.place(ops, op.name, index))[:] = self._view(source).copy()
-        elif op.opcode == "copy-done":
+        elif op.opcode in ("copy-done", "async-start"):
             return
         elif op.opcode == "while":
             self._loop(ops, op)
-        elif op.opcode == "fusion":
-            result = self._fused(self.program.computations[op.attribute("calls")], ops, op)
+        elif op.opcode in ("fusion", "async-done"):
+            # A copy out of host memory is carried out as late as it may be.
+            fusion = op if op.opcode == "fusion" else ops[op.operands[0]]
+            result = self._fused(fusion, [self.array(ops, name).copy() for name in fusion.operands])
             self._view(self.place(ops, op.name, ()))[:] = _bytes(result)
         else:
             raise Fault(f"the interpreter does not know {op.opcode}: {op.name} = {op.rest[:80]}")
@@ -460,15 +477,16 @@ class Execution:
                 if a.meets(b):
                     raise Fault(f"arguments that overlap in part: {a} and {b}")
 
-    def _fused(self, body: Mapping[str, Op], ops: Mapping[str, Op], fusion: Op) -> np.ndarray:
+    def _fused(self, fusion: Op, given: list[np.ndarray]) -> np.ndarray:
         """A fusion that XLA carries out as a copy: of a slice, or into one."""
         values: dict[str, np.ndarray] = {}
-        for op in body.values():
+        for op in self.program.computations[fusion.attribute("calls")].values():
             of = [values[name] for name in op.operands]
             dtype, shape = dtype_and_shape(op.type)
             if op.opcode == "parameter":
-                name = fusion.operands[int(_until_closed(op.rest))]
-                value = self.array(ops, name).copy()
+                value = given[int(_until_closed(op.rest))]
+            elif op.opcode == "fusion":
+                value = self._fused(op, of)
             elif op.opcode == "constant":
                 value = np.array(int(_until_closed(op.rest)), dtype)
             elif op.opcode in ("bitcast", "copy", "reshape"):

@@ -1,5 +1,6 @@
 """The kernels that a model's steps call are those that its start checks, in every class of GPU."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,9 +12,11 @@ from moejax.checkpoints.random_model import shape
 from moejax.models.attention.mamba import _unit
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import without_kernel
-from moejax.start.kernels import kernel_shape
+from moejax.start.kernels import kernel_shape, without_mosaic
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.expert_ffn import ClampedSwiGLU
+from pallas_kernels.records.versions import VersionFormats
 from pallas_kernels.verification import FEW_ROWS, checks
 from pallas_kernels.verification.check import argument_shapes
 from tests.moejax.models.families import config_of
@@ -147,6 +150,30 @@ def test_checks_of_one_class_are_not_those_of_another():
 def keys(kib):
     shape = kernel_shape(CONFIG, "bfloat16", CONFIG.slot_layout(2))
     return {check.key for check in checks(shape, ops_of(kib))}
+
+
+def test_models_whose_experts_mosaic_does_not_compute_are_told_why():
+    def why(config, versions=("dense",), **changes):
+        layout = config.slot_layout(2, versions, "bfloat16")
+        formats = tuple(VersionFormats(record, record) for record in layout.records)
+        layout = dataclasses.replace(layout, **changes)
+        return without_mosaic(config, "bfloat16", layout, formats if len(versions) > 1 else None)
+
+    assert why(CONFIG) == {}
+    found = [
+        why(dataclasses.replace(CONFIG, moe_intermediate_size=96)),
+        why(CONFIG, ("dense", "int4")),
+        why(CONFIG, slot_rows=2306),
+        why(dataclasses.replace(CONFIG, expert_bias=True)),
+        why(dataclasses.replace(CONFIG, hidden_act=ClampedSwiGLU(7, 1.702))),
+    ]
+    assert [one["expert_ffn"].removeprefix("its Mosaic kernel") for one in found] == [
+        " takes widths that are multiples of 128, not 96",
+        "s read dense experts of one version",
+        "s read cells at multiples of 8 rows, not of 2306",
+        "s add no biases",
+        "s do not clamp",
+    ]
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
