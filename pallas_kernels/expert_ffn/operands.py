@@ -66,9 +66,10 @@ def why_not_mosaic(formats: Formats, activation: Activation, step: int = CELL_RO
 
     - `step`: cells begin at multiples of so many rows.
     """
-    if len(formats) > 1 or any(fmt.version != "dense" for fmt in formats[0][:2]):
+    records = [fmt for cell, held, _ in formats for fmt in (cell, held)]
+    if len(formats) > 1 or any(fmt.version != "dense" for fmt in records):
         return "its Mosaic kernels read dense experts of one version"
-    if formats[0].cell.biases:
+    if any(fmt.biases for fmt in records):
         return "its Mosaic kernels add no biases"
     if not isinstance(activation, str):
         return "its Mosaic kernels do not clamp"
