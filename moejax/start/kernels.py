@@ -139,12 +139,12 @@ def without_mosaic(
             "linear": [
                 width for outputs, inputs, *_ in shape.products for width in (outputs, inputs)
             ],
-            "expert_ffn": (shape.hidden, shape.width),
+            "expert_ffn": (layout.hidden, layout.records[0].width),
         }
         found |= {op: why for op, of in widths.items() if (why := why_not_widths(op, of))}
     record = layout.records[0]
     dense = formats or (VersionFormats(record, record),)
-    if reason := why_not_mosaic(dense, config.hidden_act, layout.slot_rows):
+    if reason := why_not_mosaic(dense, config.expert_activation, layout.slot_rows):
         found["expert_ffn"] = reason
     return found
 

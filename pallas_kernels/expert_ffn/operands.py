@@ -71,6 +71,8 @@ def why_not_mosaic(formats: Formats, activation: Activation, step: int = CELL_RO
         return "its Mosaic kernels read dense experts of one version"
     if any(fmt.biases for fmt in records):
         return "its Mosaic kernels add no biases"
+    if not all(fmt.gated for fmt in records):
+        return "its Mosaic kernels read experts of three matrices"
     if not isinstance(activation, str):
         return "its Mosaic kernels do not clamp"
     if step % CELL_ROWS:

@@ -107,10 +107,10 @@ class Contract:
 
 def takes(implementation: str, spec: Any) -> bool:
     """Whether the implementation takes the spec: kernels have 16-bit operands only, Mosaic's also
-    whole tiles, of experts dense ones without biases."""
+    whole tiles, of experts dense ones of three matrices without biases."""
     if implementation == "mosaic":
         coded = getattr(spec, "versions", ()) or getattr(spec, "biases", False)
-        takes_jax = why_not_mosaic() is None and not coded
+        takes_jax = why_not_mosaic() is None and not coded and getattr(spec, "gated", True)
         return takes_jax and spec.dtype != "float32" and fitting(implementation, spec) == spec
     return implementation != "pallas" or getattr(spec, "dtype", None) != "float32"
 

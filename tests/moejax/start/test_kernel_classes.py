@@ -165,13 +165,15 @@ def test_models_whose_experts_mosaic_does_not_compute_are_told_why():
         why(CONFIG, ("dense", "int4")),
         why(CONFIG, slot_rows=2306),
         why(dataclasses.replace(CONFIG, expert_bias=True)),
-        why(dataclasses.replace(CONFIG, hidden_act=ClampedSwiGLU(7, 1.702))),
+        why(dataclasses.replace(CONFIG, ungated=True)),
+        why(dataclasses.replace(CONFIG, swiglu=ClampedSwiGLU(7, 1.702))),
     ]
     assert [one["expert_ffn"].removeprefix("its Mosaic kernel") for one in found] == [
         " takes widths that are multiples of 128, not 96",
         "s read dense experts of one version",
         "s read cells at multiples of 8 rows, not of 2306",
         "s add no biases",
+        "s read experts of three matrices",
         "s do not clamp",
     ]
 
