@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from moejax.models.attention.kind import StateKind, Tokens
-from moejax.models.model_config import ModelConfig, finishes
+from moejax.models.model_config import SECOND, ModelConfig, finishes
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -536,9 +536,6 @@ class Decoder(nnx.Module):
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap
 
-
-SECOND = "second_"
-"""Before the parameters of a layer's second attention and of the feed-forward behind it."""
 
 UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})
 """Parameters of layers that are stored less one in models with unit_offset_norms."""

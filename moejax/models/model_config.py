@@ -53,6 +53,9 @@ class PageGroup(NamedTuple):
 MOST_GROUPS = 12
 """Most groups of pages of a model. Each has a block table, which the device reads."""
 
+SECOND = "second_"
+"""Before the parameters of a layer's second attention and of the feed-forward behind it."""
+
 TYPICAL_TOKENS = 8192
 """Tokens of the sequence for which layers are grouped: pages should waste least of its KV."""
 

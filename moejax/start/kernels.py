@@ -17,6 +17,7 @@ from moejax.errors import user_errors
 from moejax.models.attention.grouped_query import norms_apart
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
+from moejax.models.model_config import SECOND
 from moejax.step.step_parts import StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
@@ -217,7 +218,10 @@ def kernel_shape(
 
     - `formats`: the formats of the run's versions; None: dense alone.
     """
-    layers = [layer_params(config, run.start) for run in config.runs]
+    layers = [
+        {key.removeprefix(SECOND): parts for key, parts in layer_params(config, run.start).items()}
+        for run in config.runs
+    ]
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
@@ -244,7 +248,7 @@ def kernel_shape(
         qk_norm=by_head,
         other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
         correction="correction" in names,
-        norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
+        norm="layer_norm" if "input_norm_bias" in names or config.mean_norms else "rms_norm",
         vocabulary=config.vocab_size,
         squares=config.attention.takes_squares
         and config.residual_multiplier == 1

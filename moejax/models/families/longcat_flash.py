@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from moejax.models.attention.latent import LatentAttention
 from moejax.models.families.deepseek import latent_attention, latent_params, latent_scale
 from moejax.models.family import Family, Fields, Parts, feed_forward_params
-from moejax.models.layers import SECOND
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import SECOND, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

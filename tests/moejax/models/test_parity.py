@@ -899,7 +899,8 @@ def test_every_parameter_is_noticed(run):
         parameter = wrong.state_dict(keep_vars=True)[name]
         right = parameter.data
         # Another unit's, or another expert's; of the only one another input's.
-        parameter.data = right.roll(1, dims=0 if len(right) > 1 else 1)
+        axis = next(axis for axis, size in enumerate(right.shape) if size > 1)
+        parameter.data = right.roll(1, dims=axis)
         errors = _errors(run, _expected(run, wrong))
         assert min(errors) > 1e-3, name
         parameter.data = right
