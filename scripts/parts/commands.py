@@ -22,7 +22,7 @@ from moejax.errors import UserError
 P = ParamSpec("P")
 
 COMMANDS = {
-    "bench": ("decode", "prefill", "load", "start", "peers", "formats"),
+    "bench": ("decode", "prefill", "load", "start", "peers", "formats", "drafts"),
     "check": ("batch", "paired", "fuzz", "attack", "gpu_day", "scale_out", "server", "flat"),
 }
 """Group → names."""

@@ -1,0 +1,134 @@
+"""Speculative decoding beside decoding without drafts: tokens a second, by task, requests, budget.
+
+python -m scripts.bench drafts --model DIR [--link-rate 2GB/s]
+
+Each cell runs the same requests by turns without drafts, with drafts in every step, and with drafts
+where the engine measures that they pay. The tokens must be equal. A ratio is the median over the
+rounds of a pair that ran one after the other.
+
+Tasks: `edit` gives a text and asks for it again, `chat` asks a question, `story` goes on with a
+text. Greedy, with the end of the sequence ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moejax import LLM, SamplingParams, UserError
+from moejax.engine.drafts import Drafts
+from moejax.requests.outputs import RequestOutput
+from moejax.start.option_values import Speculation
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
+
+TEXT = """The harbour was quiet when the boat came in. Two men tied it to the wall and carried the
+nets up the steps. The older one counted the fish, wrote the number in a small book, and put the
+book back in his coat. The younger one looked at the sky. There would be rain before the evening."""
+QUESTIONS = (
+    "What is a good way to learn a language?",
+    "Why is the sky blue?",
+    "How do I make bread?",
+    "Which animals sleep in winter?",
+)
+
+
+def prompts_of(task: str, count: int) -> list[str]:
+    """Returns so many prompts, no two of them equal."""
+    if task == "chat":
+        questions = (QUESTIONS[i % len(QUESTIONS)] for i in range(count))
+        return [f"Question {i}: {text}\nAnswer:" for i, text in enumerate(questions)]
+    texts = [f"{i}. {TEXT}" for i in range(count)]
+    if task == "story":
+        return texts
+    return [f"{text}\n\nThe same text again:\n\n{text[:80]}" for text in texts]
+
+
+def ways() -> dict[str, Drafts | None]:
+    """Returns the drafts of an engine by name: without, always, where they pay."""
+    s = Speculation()
+    lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
+    return {
+        "plain": None,
+        "always": Drafts(*lengths, adaptive=False),
+        "adaptive": Drafts(*lengths),
+    }
+
+
+def measure(llm: LLM, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one cell. Returns tokens a second and ratios. Raises UserError if tokens differ."""
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    drafts = ways()
+    found: dict[str, list[float]] = {name: [] for name in drafts}
+    for turn in range(args.rounds + 1):
+        answers: list[list[Sequence[int]]] = []
+        for name in sorted(drafts, reverse=turn % 2 == 1):
+            llm.engine.drafts = drafts[name]
+            began = time.perf_counter()
+            outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+            found[name].append(time.perf_counter() - began)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+        if any(answer != answers[0] for answer in answers):
+            raise UserError("drafts changed a token")
+    # The first round warms up, and lets the engine measure which way is faster.
+    seconds = {name: np.array(times[1:]) for name, times in found.items()}
+    tokens = len(prompts) * args.tokens
+    always = drafts["always"]
+    assert always is not None
+    drafted = always.counts["drafted"]
+    return {
+        "plain": tokens / float(np.median(seconds["plain"])),
+        **{
+            name: float(np.median(seconds["plain"] / seconds[name]))
+            for name in ("always", "adaptive")
+        },
+        "accepted": always.counts["accepted"] / drafted if drafted else 0.0,
+    }
+
+
+@refusing()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    positive(args, "tokens", "rounds")
+    batches = [int(n) for n in args.requests.split(",")]
+    transfers = None if args.link_rate is None else f"queue,rate={args.link_rate}"
+    rows: list[dict[str, Any]] = []
+    for budget in args.budgets.split(","):
+        with LLM(
+            args.model,
+            expert_budget=budget,
+            transfers=transfers,
+            max_num_seqs=2 * max(batches),
+            max_model_len=512,
+            speculative_config=Speculation(),
+            progress=False,
+        ) as llm:
+            for task in ("edit", "chat", "story"):
+                for count in batches:
+                    cell = {"budget": budget, "task": task, "requests": count}
+                    rows.append(cell | measure(llm, prompts_of(task, count), args))
+    columns = (
+        *((name, f"{{{name}}}") for name in ("budget", "task", "requests")),
+        ("tokens/s", "{plain:.0f}"),
+        *((name, f"{{{name}:.2f}}×") for name in ("always", "adaptive")),
+        ("accepted", "{accepted:.0%}"),
+    )
+    show(args.json, rows, aligned(columns, rows))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(__name__, __doc__)
+    add = parser.add_argument
+    add("--model", default="demo", help="(default: %(default)s)")
+    add("--requests", default="1,4,16", metavar="N,…", help="at once (default: %(default)s)")
+    add("--budgets", default="100%,50%,25%", metavar="SHARE,…", help="(default: %(default)s)")
+    add("--link-rate", metavar="RATE", help="of a simulated link (default: steps copy themselves)")
+    add("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="that count (default: %(default)s)")
+    add("--json", action="store_true", help="one JSON object a cell")
+    return parser
