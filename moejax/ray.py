@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, read_result, success
 from moejax.serve.cluster.fleet import Generator
 from moejax.serve.cluster.ray_cluster import open_connection, require_ray
-from moejax.serve.cluster.workers import Scale, worker_options
+from moejax.serve.cluster.workers import OTHER_OPS, Scale, worker_options
 from moejax.serve.llm import LLM
 from moejax.start.provenance import decided_by
 
@@ -56,7 +57,8 @@ def generate(
     **options: Any,
 ) -> Dataset:
     """Adds a model's answers to a dataset, lazily, as Ray Data's own operations do. No bit of an
-    answer depends on the number of workers or on the batches.
+    answer depends on the number of workers or on the batches; a worker that would run other ops
+    than the first ends the pipeline.
 
     - `dataset`: rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
       `prompt_token_ids` or `messages`, and optionally fields of SamplingParams and an `id`. Other
@@ -101,9 +103,11 @@ def generate(
         sampling=list_given_fields(params),
         seed=params.seed or seed,
     )
+    # Restarted on another machine, it knows nothing, and the next worker is the first.
+    first = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(FirstChoice).remote()
     return data.map_batches(
         Rows,
-        fn_constructor_args=(job, given),
+        fn_constructor_args=(job, given, first),
         compute=ray.data.ActorPoolStrategy(size=asked.count),
         batch_size=batch_size,
         batch_format="pyarrow",
@@ -112,12 +116,31 @@ def generate(
     )
 
 
-class Rows:
-    """The LLM of one Ray Data actor, which is called with tables of rows."""
+class FirstChoice:
+    """An actor that keeps what the first worker of a pipeline chose."""
 
-    def __init__(self, job: Job, options: Mapping[str, Any]):
+    def __init__(self) -> None:
+        self._chosen: Mapping[str, Any] | None = None
+
+    def is_chosen(self, chosen: Mapping[str, Any]) -> bool:
+        """Whether a worker chose what the first one chose (LLM.chosen)."""
+        self._chosen = chosen if self._chosen is None else self._chosen
+        return chosen == self._chosen
+
+
+class Rows:
+    """The LLM of one Ray Data actor, which is called with tables of rows.
+
+    - `first`: the handle of a FirstChoice.
+
+    Raises UserError for ops that another worker did not choose.
+    """
+
+    def __init__(self, job: Job, options: Mapping[str, Any], first: Any):
         self._job = job
         self._llm = LLM(job.model, progress=False, **options)
+        if not require_ray().get(first.is_chosen.remote(self._llm.chosen)):
+            raise UserError(f"{socket.gethostname()} {OTHER_OPS}")
 
     def __call__(self, table: Any) -> Any:
         """Adds columns for the results of its rows to a table."""

@@ -89,6 +89,13 @@ class Beat:
     tokens: int
 
 
+OTHER_OPS = (
+    "chose other ops than other workers, by the kernels that were found right on its machine; "
+    "run moejax check-gpu there, or give --ops xla"
+)
+"""What is wrong with a worker whose results would have other bits."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Started:
     """A worker that takes work.
@@ -412,10 +419,7 @@ class Workers:
             )
         self.chosen = found.chosen if self.chosen is None else self.chosen
         if found.chosen != self.chosen:
-            raise UserError(
-                f"{member.name} chose other ops than other workers, by the kernels that were found "
-                "right on its machine; run moejax check-gpu there, or give --ops xla"
-            )
+            raise UserError(f"{member.name} {OTHER_OPS}")
         member.starting = None
         member.room, member.start_s = found.room, found.seconds
         self._start(self._asked.count - len(self._members))

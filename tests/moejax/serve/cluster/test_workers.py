@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import moejax.ray
 from moejax import UserError
 from moejax.requests.request import GenerationRequest
+from moejax.serve.batch.job import Job
 from moejax.serve.cluster import fleet as fleet_module
 from moejax.serve.cluster import workers as workers_module
 from moejax.serve.cluster.fleet import Fleet, Generator, format_fleet
@@ -138,6 +140,20 @@ def test_a_worker_with_other_weights_or_ops_ends_the_job(run, what, said):
 
     with pytest.raises(UserError, match=rf"worker 2 .*{said}"):
         run(Other, range(3))
+
+
+def test_a_worker_of_a_dataset_with_other_ops_ends_it(monkeypatch):
+    model = SimpleNamespace(chosen={"ops": {"linear": "pallas"}})
+    monkeypatch.setattr(moejax.ray, "LLM", lambda *given, **options: model)
+    monkeypatch.setattr(moejax.ray, "require_ray", lambda: SimpleNamespace(get=lambda it: it))
+    kept = moejax.ray.FirstChoice()
+    first = SimpleNamespace(is_chosen=SimpleNamespace(remote=kept.is_chosen))
+    job = Job("rows", "rows")
+    for _ in range(2):
+        moejax.ray.Rows(job, {}, first)
+    model.chosen = {"ops": {"linear": "xla"}}
+    with pytest.raises(UserError, match="chose other ops than other workers, "):
+        moejax.ray.Rows(job, {}, first)
 
 
 @pytest.mark.parametrize("before", [{}, {"weights": "theirs"}, {"weights": "of before"}])
