@@ -23,7 +23,17 @@ P = ParamSpec("P")
 
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "peers", "formats", "drafts"),
-    "check": ("batch", "paired", "fuzz", "attack", "gpu_day", "scale_out", "server", "flat"),
+    "check": (
+        "batch",
+        "paired",
+        "fuzz",
+        "attack",
+        "gpu_day",
+        "scale_out",
+        "server",
+        "flat",
+        "predictions",
+    ),
 }
 """Group → names."""
 

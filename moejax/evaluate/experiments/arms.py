@@ -28,16 +28,15 @@ from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.forest import check_trainer
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
-from host_offload.policies.registry import setting_readers
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
-from moejax.errors import UserError, as_user_error, user_errors
+from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.policy_file import (
     digests_of,
     file_digest,
     find_class,
     load_module,
-    record_reads,
+    make_policy,
 )
 from moejax.step.step_parts import TRACE_ARRAYS
 from pallas_kernels.option_text import parse_pairs
@@ -271,13 +270,12 @@ def _read_policy(
             return PREFETCH.parse(f"{base}={at}"), {str(at): file_digest(at)}
     else:
         made = _find_policy(name, {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})})
-    with user_errors(where=where):
-        settings = parse_pairs(name, pairs, setting_readers(made))
-    with as_user_error(f"{where}{name} fails"), record_reads() as reads:
-        if learns or path == RUN:
-            found: Policy | Later = Later(base, settings, made, arrays)
-        else:
-            found = made(**settings)
+
+    def build(settings: dict[str, Any]) -> Policy | Later:
+        later = learns or path == RUN
+        return Later(base, settings, made, arrays) if later else made(**settings)
+
+    found, reads = make_policy(name, pairs, made, where, build)
     return found, {} if module is None else digests_of(module, reads)
 
 

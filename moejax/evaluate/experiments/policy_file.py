@@ -12,12 +12,14 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moejax.errors import UserError, as_user_error
+from host_offload.policies.registry import setting_readers
+from moejax.errors import UserError, as_user_error, user_errors
+from pallas_kernels.option_text import parse_pairs
 
 INSTALLED = (
     *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -90,6 +92,24 @@ def find_class(module: ModuleType, name: str, where: str) -> type:
             f"{where}{module.__file__} has no class {name}; it has {has or 'no policy'}"
         )
     return kinds[name]
+
+
+def make_policy(
+    name: str, pairs: str, made: Callable[..., Any], where: str, build: Callable[[dict], Any]
+) -> tuple[Any, list[Path]]:
+    """Parses the settings of a policy as `made` takes them, and builds it.
+
+    - `pairs`: the text of its settings, "window=4,…".
+    - `where`: begins the message of an error.
+    - `build`: called with the settings.
+
+    Returns (the policy, the files that it read). Raises UserError for unknown settings and for
+    what building it raises.
+    """
+    with user_errors(where=where):
+        settings = parse_pairs(name, pairs, setting_readers(made))
+    with as_user_error(f"{where}{name} fails"), record_reads() as reads:
+        return build(settings), reads
 
 
 def digests_of(module: ModuleType, reads: list[Path]) -> dict[str, str]:

@@ -118,10 +118,14 @@ def draw(plot: Plot) -> str:
             ends.append([high - y for _, (y, _, high) in one.points])
             style = {"marker": markers[i % len(markers)], "markersize": 4, "capsize": 2}
             axes.errorbar(xs, ys, yerr=ends, label=one.name, **style)
-        axes.set(xlabel="MiB of experts on the device", ylabel=plot.y_label)
+        # On one line the longer labels would be cut off.
+        label = plot.y_label.replace(" (", "\n(")
+        axes.set(xlabel="MiB of experts on the device", ylabel=label)
         drawn = [y for one in plot.series if not one.bound for _, ends in one.points for y in ends]
         if plot.log and min(drawn) > 0:
             axes.set_yscale("log")
+            for name in ("major", "minor"):
+                getattr(axes.yaxis, f"set_{name}_formatter")(lambda y, _: f"{y:g}")
             # A bound that is far below would press the data into a line.
             axes.set_ylim(min(drawn) / 1.5, max(drawn) * 1.5)
         else:

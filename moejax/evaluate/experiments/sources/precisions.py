@@ -14,17 +14,15 @@ from host_offload.policies.precision.precision_names import (
     Precision,
     precision_of,
 )
-from host_offload.policies.registry import setting_readers
 from host_offload.traces.reader import Trace
-from moejax.errors import UserError, as_user_error, user_errors
+from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.policy_file import (
     digests_of,
     file_digest,
     find_class,
     load_module,
-    record_reads,
+    make_policy,
 )
-from pallas_kernels.option_text import parse_pairs
 
 VERSION_WRITES = ("transitions", "fill_version")
 """Decisions that change which version an expert has."""
@@ -101,11 +99,8 @@ def _read_own(text: str, home: Path, where: str) -> Mix:
     made = find_class(module, class_name, where)
     with user_errors(where=where):
         mixed = precision_of(",".join(["random", *ours]))
-        settings = parse_pairs(
-            name, ",".join(pair for pair in pairs if pair not in ours), setting_readers(made)
-        )
-    with as_user_error(f"{where}{name} fails"), record_reads() as reads:
-        policy = made(**settings)
+    own = ",".join(pair for pair in pairs if pair not in ours)
+    policy, reads = make_policy(name, own, made, where, lambda settings: made(**settings))
     with user_errors(where=where):
         check_policies((policy,), "host")
         if policy.writes.isdisjoint(VERSION_WRITES):
