@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tracemalloc
@@ -45,6 +46,11 @@ def run(path, **options):
         return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
 
 
+@functools.cache
+def at_rest(path, ops):
+    return run(path, ops=ops)[1]
+
+
 @pytest.mark.parametrize(
     ("version", "family"),
     [
@@ -81,14 +87,13 @@ OPTIONS = {
 def fp8(directory):
     path = directory / "fp8"
     quantized_model(path, "fp8-16x32-f32", num_hidden_layers=4)
-    return path, {ops: run(path, ops=ops)[1] for ops in ("auto", "xla")}
+    return path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_budget_or_driver_changes_a_bit(options, fp8):
-    path, wanted = fp8
-    assert run(path, **options)[1] == wanted[options.get("ops", "auto")]
+    assert run(fp8, **options)[1] == at_rest(fp8, options.get("ops", "auto"))
 
 
 @pytest.mark.slow
@@ -119,11 +124,20 @@ def choose_by_layer(name):
     return None if "down_proj" in name else "int8-channel-bf16"
 
 
-SOURCES_OF_STORES = {
-    "fp8": lambda path: quantized_model(path, "fp8-16x32-f32", num_hidden_layers=3),
-    "mixed": lambda path: quantized_model(path, choose_by_layer),
-    "gguf": lambda path: gguf_model(path, experts="Q8_0"),
-}
+@pytest.fixture(scope="module")
+def mixed(directory):
+    path = directory / "mixed"
+    quantized_model(path, choose_by_layer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gguf(directory):
+    path = directory / "store.gguf"
+    gguf_model(path, experts="Q8_0")
+    return path
+
+
 CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,host_memory=512KiB"}
 
 
@@ -131,10 +145,9 @@ CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,h
 @pytest.mark.parametrize(
     "source", ["fp8", "mixed", pytest.param("gguf", marks=pytest.mark.nightly)]
 )
-def test_no_store_changes_a_bit(source, directory, monkeypatch, tmp_path):
-    path = directory / f"store-{source}.gguf" if source == "gguf" else directory / f"store-{source}"
-    SOURCES_OF_STORES[source](path)
-    converted = convert(path, directory / f"store-{source}.orbax", "float32").directory
+def test_no_store_changes_a_bit(source, request, monkeypatch, tmp_path):
+    path = request.getfixturevalue(source)
+    converted = convert(path, tmp_path / "converted", "float32").directory
     monkeypatch.setattr(shared_memory, "SHM", tmp_path)
     for ops, cases in {
         "xla": [(path, CACHED | {"expert_budget": "30%"}), (converted, CACHED)],
@@ -144,9 +157,8 @@ def test_no_store_changes_a_bit(source, directory, monkeypatch, tmp_path):
             (converted, {"store": "file", "driver": "host", "expert_budget": "0"}),
         ],
     }.items():
-        wanted = run(path, ops=ops)[1]
         for each, options in cases:
-            assert run(each, **options)[1] == wanted, (each, options)
+            assert run(each, **options)[1] == at_rest(path, ops), (each, options)
 
 
 @pytest.mark.slow
@@ -170,12 +182,16 @@ MIXED = ["int4-16-bf16+int4-16-bf16+int8-32-bf16", "int8-channel-bf16+int8-chann
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, OPTIONS["paged"], OPTIONS["host"]], ids=str)
-def test_formats_may_differ_by_layer_and_matrix(options, directory):
-    path = directory / "mixed"
-    if not path.exists():
-        quantized_model(path, choose_by_layer)
-    dense = path.with_name("mixed-dense")
-    loaded = load_checkpoint(path, "float32", versions=(CHECKPOINT,))
+def test_formats_may_differ_by_layer_and_matrix(options, mixed):
+    stats, found = run(mixed, ops="xla", **options)
+    assert stats["precision"]["versions"] == MIXED
+    assert found == at_rest(mixed.with_name("mixed-dense"), "xla")
+
+
+@pytest.mark.slow
+def test_records_of_formats_that_differ_are_those_of_the_dequantized_model(mixed):
+    dense = mixed.with_name("mixed-dense")
+    loaded = load_checkpoint(mixed, "float32", versions=(CHECKPOINT,))
     assert [*loaded.store.layers.items()] == [(MIXED[0], (0,)), (MIXED[1], (1,))]
     whole = load_checkpoint(dense, "float32").store.arrays["dense"]
     for layer, version in enumerate(MIXED):
@@ -183,9 +199,6 @@ def test_formats_may_differ_by_layer_and_matrix(options, directory):
         for record, wanted in zip(loaded.store.arrays[version][0], whole[layer], strict=True):
             wanted = np.asarray(wanted).view(np.float32).reshape(-1, fmt.hidden)
             np.testing.assert_array_equal(np.asarray(decode(record, fmt)), wanted)
-    stats, found = run(path, ops="xla", **options)
-    assert stats["precision"]["versions"] == MIXED
-    assert found == run(dense, ops="xla")[1]
 
 
 def experts_of(path, experts=6):
@@ -444,7 +457,7 @@ def dequantized(path, chosen):
 @pytest.mark.slow
 def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_path):
     source, version = sources["fp8"], SOURCES["fp8"]
-    wanted = run(source, ops="xla")[1]
+    wanted = at_rest(source, "xla")
     for number, part in enumerate(("layers.0.mlp.experts.", "layers.0.mlp.experts.2.")):
         path = changed(source, tmp_path / str(number), dequantized(source, part))
         stats, found = run(path, expert_budget="50%", ops="xla")
@@ -479,14 +492,12 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
 
 
 @pytest.mark.slow
-def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(directory, tmp_path):
-    source = directory / "converted"
-    quantized_model(source, choose_by_layer)
-    path = convert(source, tmp_path / "model", "float32").directory
+def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path):
+    path = convert(mixed, tmp_path / "model", "float32").directory
     stats, found = run(path, ops="xla")
     assert stats["precision"]["versions"] == MIXED
-    assert found == run(source, ops="xla")[1]
-    stored = load_checkpoint(source, "float32", versions=(CHECKPOINT,)).store.arrays
+    assert found == at_rest(mixed, "xla")
+    stored = load_checkpoint(mixed, "float32", versions=(CHECKPOINT,)).store.arrays
     for layer, version in enumerate(MIXED):
         record = read_expert(path, layer, 3, version)
         np.testing.assert_array_equal(record, np.asarray(stored[version])[0, 3])

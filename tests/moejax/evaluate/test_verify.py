@@ -22,13 +22,13 @@ from tests.moejax.models.families import write_checkpoint
 LAYERS, LOGITS, THEIRS = "layers against float32", "logits of generated", "transformers"
 ROUTED = "experts that were chosen"
 SPECIAL, TEXT = "special tokens", "text"
+SMALL = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"]
 
 
 def verify(capsys, directory, *options):
     """(exit status, check's name → whether it is right)."""
     given = ["verify", str(directory), "--json", "-q", "--tokens", "40", *options]
-    small = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"]
-    status = cli.main([*given, "--dtype", "float32", *small])
+    status = cli.main([*given, "--dtype", "float32", *SMALL])
     found = json.loads(capsys.readouterr().out)
     assert found["right"] == (status == 0)
     return status, {check["name"]: check["good"] for check in found["checks"]}
@@ -182,7 +182,7 @@ def test_a_shifted_tokenizer(capsys, demo_dir, tmp_path):
 
 @pytest.mark.slow
 def test_the_table_of_a_right_model(capsys):
-    assert cli.main(["verify", "demo", "-q", "--max-model-len", "128"]) == 0
+    assert cli.main(["verify", "demo", "-q", "--tokens", "40", *SMALL]) == 0
     out, err = capsys.readouterr()
     assert "moejax: " not in err
     lines = out.splitlines()

@@ -46,8 +46,8 @@ class Killing(Fleet):
 def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
     """Also where one of them is killed. Lines of both forms, turns of sessions, bad ones."""
     source = tmp_path / "in.jsonl"
-    file_jobs.write_input(source, 120, 3)
-    job = Job(str(source), str(tmp_path / "one"), sampling={"max_tokens": 128}, on_error="skip")
+    file_jobs.write_input(source, 60, 3)
+    job = Job(str(source), str(tmp_path / "one"), sampling={"max_tokens": 64}, on_error="skip")
     with LLM(demo_dir, progress=False, **LIMITS) as llm, open_job(job) as work:
         work.run(llm)
     job, said = dataclasses.replace(job, output=str(tmp_path / "many")), []
@@ -59,7 +59,7 @@ def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
         stats = fleet.stats()
     assert stats["ended_workers"] == 1 and "run again" in said[0]
     assert file_jobs.results(tmp_path / "many") == file_jobs.results(tmp_path / "one")
-    assert len(file_jobs.results(tmp_path / "many")) == 120
+    assert len(file_jobs.results(tmp_path / "many")) == 60
     assert "1 ended before" in format_fleet(stats)
     kinds = {(w["stats"]["store"]["kind"], w["stats"]["store_bytes"]) for w in stats["workers"]}
     assert kinds == {("shared", 6 << 20)}
