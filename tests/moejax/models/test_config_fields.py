@@ -751,62 +751,68 @@ def plain(kind: str, **fields: Any) -> dict[str, Any]:
     return {"model_type": kind, "text_config": found, **outside}
 
 
-@pytest.mark.parametrize(
-    ("kind", "field"), [(kind, field) for field, (kinds, _) in HONOURED.items() for kind in kinds]
-)
-def test_honoured_field_changes_the_computation(kind, field):
+OTHER_VALUES = {
+    **dict.fromkeys(((kind, "tie_word_embeddings") for kind in GEMMAS), False),
+    (ERNIE, "tie_word_embeddings"): False,
+    (COHERE, "tie_word_embeddings"): False,
+    (COHERE, "sliding_window_pattern"): 2,
+    (KIMI, "tie_word_embeddings"): False,
+    (GPT, "attention_bias"): False,
+    (NEMOTRON, "n_group"): 2,
+    (GLM, "use_qk_norm"): True,
+    (NEXT, "norm_topk_prob"): False,
+    (LFM, "norm_topk_prob"): True,
+    (LFM, "tie_word_embeddings"): False,
+    (MISTRAL3, "tie_word_embeddings"): False,
+    (MELLUM, "mlp_layer_types"): ["dense"] + ["sparse"] * 27,
+    **dict.fromkeys(
+        ((kind, "q_lora_rank") for kind in (SARVAM_MLA, KIMI_LINEAR, LONGCAT, *OF_V3)), 64
+    ),
+    **dict.fromkeys(
+        (
+            (kind, "num_attention_heads")
+            for kind in (
+                *(SOLAR, HY3, COHERE, SARVAM, SARVAM_MLA, GPT, AXK1, LONGCAT, "glm_moe_dsa"),
+            )
+        ),
+        32,
+    ),
+}
+"""Instead of the value in HONOURED, where that one is the family's default."""
+
+
+def is_honoured(kind: str, field: str) -> bool:
     base = WITH.get(field, {}) if kind == "deepseek_v2" else {}
-    others = {
-        **dict.fromkeys(((kind, "tie_word_embeddings") for kind in GEMMAS), False),
-        (ERNIE, "tie_word_embeddings"): False,
-        (COHERE, "tie_word_embeddings"): False,
-        (COHERE, "sliding_window_pattern"): 2,
-        (KIMI, "tie_word_embeddings"): False,
-        (GPT, "attention_bias"): False,
-        (NEMOTRON, "n_group"): 2,
-        (GLM, "use_qk_norm"): True,
-        (NEXT, "norm_topk_prob"): False,
-        (LFM, "norm_topk_prob"): True,
-        (LFM, "tie_word_embeddings"): False,
-        (MISTRAL3, "tie_word_embeddings"): False,
-        **dict.fromkeys(
-            ((kind, "q_lora_rank") for kind in (SARVAM_MLA, KIMI_LINEAR, LONGCAT, *OF_V3)), 64
-        ),
-        **dict.fromkeys(
-            (
-                (kind, "num_attention_heads")
-                for kind in (
-                    *(SOLAR, HY3, COHERE, SARVAM, SARVAM_MLA, GPT, AXK1, LONGCAT, "glm_moe_dsa"),
-                )
-            ),
-            32,
-        ),
-    }
-    value = others.get((kind, field), HONOURED[field][1])
-    if field == "mlp_layer_types" and kind == MELLUM:
-        value = ["dense"] + ["sparse"] * 27
-    elif field == "mlp_layer_types":
+    value = OTHER_VALUES.get((kind, field), HONOURED[field][1])
+    if value == "sparse":
         value = ["sparse"] * LAYERS.get(kind, 32)
     if field == "layer_types":
         value = ["full_attention"] * (LAYERS.get(kind, 32) - 24) + value
     if value == "other":
         value = not (kind == GLM_V or field == "use_qk_norm")
-    assert parse_config(plain(kind, **{**base, field: value})) != parse_config(plain(kind, **base))
+    return parse_config(plain(kind, **{**base, field: value})) != parse_config(plain(kind, **base))
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value", "message"),
-    [
-        (kind, field, value, message)
-        for field, cases in REFUSED.items()
-        for kinds, (value, message) in cases.items()
-        for kind in kinds
-    ],
-)
-def test_refused_field_is_named(kind, field, value, message):
+@pytest.mark.parametrize("field", HONOURED)
+def test_honoured_field_changes_the_computation(field):
+    assert [kind for kind in HONOURED[field][0] if not is_honoured(kind, field)] == []
+
+
+def refusal(kind: str, field: str, value: Any) -> str:
     value = value[: LAYERS.get(kind, 32)] if field == "layer_types" else value
-    with pytest.raises(UserError, match=f"^some.json: .*{message}"):
+    try:
         parse_config(plain(kind, **{field: value}), "some.json")
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_refused_field_is_named(field):
+    for kinds, (value, message) in REFUSED[field].items():
+        said = {kind: refusal(kind, field, value) for kind in kinds}
+        wanted = re.compile(f"some.json: .*{message}")
+        assert {kind: text for kind, text in said.items() if not wanted.match(text)} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

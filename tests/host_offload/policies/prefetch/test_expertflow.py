@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from sklearn.ensemble import RandomForestRegressor
 
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.prefetch.expertflow import (
@@ -92,6 +91,8 @@ def test_it_learns_a_router_that_follows_from_the_layer_before(trace, router, le
 
 def test_the_forest_answers_as_the_one_that_was_trained(trace, router, learned):
     """To float32, thresholds included, of a forest that is trained here by scikit-learn."""
+    from sklearn.ensemble import RandomForestRegressor  # a second
+
     layer, ahead = 2, 1
     ids, every = trace.array("token.ids"), layer_samples(trace, layer, ahead)
     base = pre_gate(gate_scores(every.gate_input, router[layer + ahead]), TOP_K)

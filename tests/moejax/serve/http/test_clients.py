@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 
-import anthropic
-import openai
 import pytest
 
 from moejax import LLM, SamplingParams
@@ -45,6 +43,9 @@ def served(request, shared, tmp_path):
 
 
 def test_clients_get_the_texts_of_generate(served, tmp_path, monkeypatch):
+    import anthropic  # two seconds each, and no quick test needs them
+    import openai
+
     port, (story, answer) = served
     url = f"http://127.0.0.1:{port}"
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
