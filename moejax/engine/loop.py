@@ -195,11 +195,12 @@ class Engine:
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         vocabulary = self.runner.config.vocab_size
-        bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
-        if bad:
-            raise UserError(
-                f"token id {shown(bad[0])} is outside of the vocabulary of {vocabulary}"
-            )
+        for tokens in filter(None, (prompt, targets)):
+            if min(tokens) < 0 or max(tokens) >= vocabulary:
+                bad = next(t for t in tokens if not 0 <= t < vocabulary)
+                raise UserError(
+                    f"token id {shown(bad)} is outside of the vocabulary of {vocabulary}"
+                )
         self._sampler.check(params)
         require_tokenizer(params, self.tokenizer)
         self.rules.rules(params)

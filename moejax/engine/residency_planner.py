@@ -89,8 +89,7 @@ class ResidencyPlanner:
         scheduler, arena = self.scheduler, self.scheduler.arena
         page = scheduler.page
         pages = arena.pages - scheduler.cache.available + page.groups * len(scheduler.running)
-        waiting = sorted(scheduler.waiting, key=lambda request: request.order)
-        for request in waiting[: len(scheduler.free_rows)]:
+        for request in scheduler.first_waiting(len(scheduler.free_rows)):
             pages += max(page.pages(len(request.prompt)), request.blocks.pages) + page.groups
         slots = max(-(-pages // arena.layout.pages_per_slot), self.least_kv_slots)
         return min(slots, arena.slots - self._least_expert_slots())

@@ -269,8 +269,8 @@ def least_pages(scheduler: Scheduler) -> int:
     that admitted requests may need, sessions hold and one more sequence of max_model_len needs,
     less the pages that fit into host memory.
     """
-    live = [*scheduler.running.values(), *scheduler.waiting]
-    alone = max((scheduler.pages_for(len(r.prompt), r.to_generate) for r in live), default=0)
+    running = [r.admitted_pages for r in scheduler.running.values()]
+    alone = max(scheduler.totals.most_pages, *running, 0)
     if scheduler.overflow == "recompute":
         return alone
     together = scheduler.admitted_pages + scheduler.sessions.pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,31 @@ from moejax.step.step_parts import StepShapes
 
 HELD_STEPS = 32
 """Most decode steps for which new prompts wait, so that more of them share a prefill step."""
+
+
+class WaitingTotals:
+    """Totals of the requests that wait. No step walks the queue for them."""
+
+    def __init__(self):
+        self.requests = self.prompt_tokens = 0
+        self._pages: Counter[int] = Counter()
+
+    @property
+    def most_pages(self) -> int:
+        """The pages that the longest of them may need."""
+        return max(self._pages, default=0)
+
+    def add(self, request: Request, pages: int) -> None:
+        self.requests += 1
+        self.prompt_tokens += len(request.prompt)
+        self._pages[pages] += 1
+
+    def remove(self, request: Request, pages: int) -> None:
+        self.requests -= 1
+        self.prompt_tokens -= len(request.prompt)
+        self._pages[pages] -= 1
+        if not self._pages[pages]:
+            del self._pages[pages]
 
 
 class Scheduler:
@@ -61,6 +87,8 @@ class Scheduler:
         share = self.prefill_chunks * self.chunk // 4 if prefill_share is None else prefill_share
         self.share_chunks = max(share // self.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
+        self.totals = WaitingTotals()
+        self._preempted: dict[Request, None] = {}  # in the queue, and may hold pages
         self.running: dict[int, Request] = {}
         # The lowest free row is taken first, so that rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
@@ -109,6 +137,7 @@ class Scheduler:
         before it."""
         request.prefill_to = len(request.prompt)
         request.blocks = SequenceBlocks(self.page)
+        self.totals.add(request, self._most_pages(request))
         session = request.session
         if session is not None and session.turn is not None:
             session.queue.append(request)
@@ -128,6 +157,8 @@ class Scheduler:
         session: steps that were dispatched run before any step that reuses the pages."""
         if request.row is not None:
             self._free_row(request)
+        else:
+            self._leave_queue(request)
         # A waiting request stays in the heap until _forget_finished finds its finish_reason.
         self.admitted_pages -= request.admitted_pages
         request.admitted_pages = 0
@@ -139,6 +170,25 @@ class Scheduler:
         following = self.sessions.end_turn(request, session, blocks)
         if following is not None:
             heapq.heappush(self.queue, (following.order, following))
+
+    def first_waiting(self, most: int) -> list[Request]:
+        """Returns the requests that are admitted next, in order, at most so many."""
+        found: list[Request] = []
+        places = [(self.queue[0], 0)] if self.queue else []  # a heap of the next ones in the heap
+        while places and len(found) < most:
+            (_, request), place = heapq.heappop(places)
+            if request.finish_reason is None:
+                found.append(request)
+            for below in range(2 * place + 1, min(2 * place + 3, len(self.queue))):
+                heapq.heappush(places, (self.queue[below], below))
+        return found
+
+    def _most_pages(self, request: Request) -> int:
+        return self.pages_for(len(request.prompt), request.to_generate)
+
+    def _leave_queue(self, request: Request) -> None:
+        self.totals.remove(request, self._most_pages(request))
+        self._preempted.pop(request, None)
 
     @property
     def idle(self) -> bool:
@@ -301,10 +351,11 @@ class Scheduler:
                 self._drop_kv(request)  # its turn has not begun after all
             return False
         heapq.heappop(self.queue)
+        self._leave_queue(request)
         request.row = heapq.heappop(self.free_rows)
         self.running[request.row] = request
         if first:
-            request.admitted_pages = self.pages_for(len(request.prompt), request.to_generate)
+            request.admitted_pages = self._most_pages(request)
             self.admitted_pages += request.admitted_pages
             request.recomputed = dropped
             self.counts["session_hit_tokens"] += request.cached_tokens
@@ -325,7 +376,7 @@ class Scheduler:
         device or swapped out. Otherwise they could wait for each other for ever."""
         if self.overflow == "recompute" or self.admitted_pages == 0:
             return True
-        worst = self.admitted_pages + self.pages_for(len(request.prompt), request.to_generate)
+        worst = self.admitted_pages + self._most_pages(request)
         return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
@@ -462,7 +513,7 @@ class Scheduler:
 
     def evict_waiting(self, most: int | None = None) -> bool:
         """Moves out pages of preempted requests that stayed because another request ran on them."""
-        for _, request in self.queue:
+        for request in self._preempted:
             if movable := self.cache.movable(request.blocks):
                 return self.cache.swap_out(movable[:most]) > 0
         return False
@@ -483,6 +534,8 @@ class Scheduler:
         # Queued before its pages move, so that the request is not lost if that fails.
         self._free_row(request)
         heapq.heappush(self.queue, (request.order, request))
+        self.totals.add(request, self._most_pages(request))
+        self._preempted[request] = None
         request.preemptions += 1
         self.counts["preemptions"] += 1
         if request in self._placed:

@@ -211,15 +211,14 @@ def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
 
     - `totals`: counters of the transfers beside compute; None without such transfers.
     """
-    waiting = scheduler.waiting
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
         kv_peak=scheduler.peak_pages,
         kv_pages=scheduler.arena.pages,
         kv_swapped=scheduler.cache.swapped,
         running=len(scheduler.running),
-        waiting=len(waiting),
-        waiting_tokens=sum(len(r.prompt) for r in waiting),
+        waiting=scheduler.totals.requests,
+        waiting_tokens=scheduler.totals.prompt_tokens,
         **link_use(totals)._asdict(),
     )
 

@@ -34,8 +34,8 @@ class Submission:
     ) -> RequestOutput:
         """The result so far, finished or not.
 
-        - `before`: an earlier result, whose log-probabilities are reused, so that all results of a
-          long request together cost as much as the last one.
+        - `before`: an earlier result, whose prompt and log-probabilities are reused, so that all
+          results of a long request together cost as much as the last one.
 
         Raises UserError if one of its requests failed.
         """
@@ -51,7 +51,7 @@ class Submission:
         return RequestOutput(
             request_id=first.request_id,
             prompt=self.text,
-            prompt_token_ids=list(first.prompt),
+            prompt_token_ids=list(first.prompt) if before is None else before.prompt_token_ids,
             outputs=[
                 _completion(i, request, tokenizer, None if before is None else before.outputs[i])
                 for i, request in enumerate(self.requests)

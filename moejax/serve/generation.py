@@ -55,14 +55,20 @@ def list_requests(
     return [GenerationRequest(*one) for one in zip(*each, strict=True)]
 
 
-def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> Submission:
+def submit(
+    engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest, *, checked: bool = False
+) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
-    a request that could never run or fails, and then leaves nothing in the engine."""
+    a request that could never run or fails, and then leaves nothing in the engine.
+
+    - `checked`: whether `engine.check` was called with the prompt.
+    """
     (text, ids), params, session_id = encoded, asked.sampling_params, asked.session_id
     requests: list[Request] = []
     try:
         with as_user_error("this request cannot be queued"):
-            engine.check(ids, params, session_id=session_id)
+            if not checked:
+                engine.check(ids, params, session_id=session_id)
             add = functools.partial(engine.add, ids, session_id=session_id, checked=True)
             each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
             for child in each:
@@ -115,13 +121,17 @@ def run_all(
         with user_errors(UserError, where):
             encoded.append(encode(one.prompt))
             engine.check(encoded[-1][1], one.sampling_params, session_id=one.session_id)
-    ended = 0
+    ended, first = 0, 0  # the first that has not ended: asking all in each step is quadratic
     with in_engine(engine) as submissions:
         for prompt, one in zip(encoded, asked, strict=True):
             if interrupted:
                 break
-            submissions.append(submit(engine, prompt, one))
-        while not (interrupted or all(s.finished for s in submissions)):
+            submissions.append(submit(engine, prompt, one, checked=True))
+        while not interrupted:
+            while first < len(submissions) and submissions[first].finished:
+                first += 1
+            if first == len(submissions):
+                break
             touched = engine.step()
             ended += sum(r.finish_reason is not None for r in touched)
             report(ended)

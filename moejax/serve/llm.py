@@ -394,7 +394,10 @@ class LLM:
         if any(len(ids) < 2 for ids in given):
             raise UserError("scoring needs at least two tokens a sequence")
         with self._hold() as engine:
-            found = dict(chain.from_iterable(run_scores(engine, given, len(given))))
+            for ids in given:  # before anything runs
+                engine.check(ids[:-1], SamplingParams(), ids[1:])
+            most = 2 * engine.scheduler.prefill_chunks  # a step's, and those of the step before
+            found = dict(chain.from_iterable(run_scores(engine, given, most)))
         return [found[place] for place in range(len(given))]
 
     def stats(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from moejax.interrupt import deferred_interrupt
 from moejax.requests.sampling_params import _RANGES
 from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
+from scripts.check.flat import calls_of
 from tests.moejax.serve.conftest import LIMITS
 
 pytestmark = pytest.mark.usefixtures("engine_is_free")
@@ -392,3 +393,17 @@ def test_what_is_no_list_of_token_ids_cannot_be_scored(llm, ids):
 def test_messages_that_are_no_list_are_refused(llm, messages):
     with pytest.raises(UserError, match="messages are a list of messages or of conversations"):
         llm.chat(messages)
+
+
+def test_a_prompt_costs_the_same_in_a_call_of_many(llm):
+    """The host's work, in function calls: no step walks what waits or what has ended."""
+    prompts = [[1 + i % 50, 2 + i // 50] for i in range(600)]
+    once = SamplingParams(max_tokens=1)
+
+    def costs(count):
+        given = prompts[:count]
+        answer = calls_of(lambda: llm.generate(given, once))
+        return answer / count, calls_of(lambda: llm.score_batch(given)) / count
+
+    few, many = costs(60), costs(600)
+    assert np.less(many, np.multiply(few, 1.1)).all(), (few, many)
