@@ -104,9 +104,8 @@ def folders_in_docs() -> dict[str, list[str]]:
     return {name: re.findall(r"`([\w/.]+)`", folders) for name, folders in rows}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "a finished token")) for n in WALKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WALKS)
 def test_a_value_never_returns_to_a_file(name):
     walk = WALKS[name]()
     assert folders_of(walk) == folders_in_docs()[name]

@@ -288,6 +288,10 @@ def json_mapping(text: str, where: str) -> dict[str, Any]:
 def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
     from moejax.requests.first_check import check_first
 
+    if args.picture is not None:
+        from moejax.serve.picture import check_picture
+
+        check_picture(args.picture)
     prompt: Prompt = _read_prompt(args.prompt)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -328,9 +332,8 @@ def _picture(path: str | None, llm: Any) -> Iterator[None]:
         yield
         return
     from moejax.engine.snapshot import RoutingCounts, describe, snapshot
-    from moejax.serve.picture import check_picture, write_picture
+    from moejax.serve.picture import write_picture
 
-    check_picture(path)
     engine = llm.engine
     counts = RoutingCounts(engine)
     engine.listener = counts.listen

@@ -134,6 +134,7 @@ def test_scripts_are_named_as_they_are_called(repository):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_commands_of_moejax_are_named_as_they_are_called(repository):
     wrong, count = [], 0
     for path, text in texts(repository, *DOCS):

@@ -95,6 +95,7 @@ def test_finds(corrupt, fault, store):
     assert any(line.startswith(FAULTS[fault]) for line in describe_faults(counts))
 
 
+@pytest.mark.slow
 def test_what_was_decoded_on_the_way_is_compared_decoded():
     """A store of lossless12 under cells of dense records, which lacks the first layer."""
     dense, packed = (

@@ -126,7 +126,15 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "num_e
 
 
 @pytest.mark.parametrize(
-    ("type_", "split"), [("Q4_0", 4), ("IQ4_NL", 0), ("MXFP4", 0), *((name, 0) for name in BLOCKS)]
+    ("type_", "split"),
+    [
+        *(("Q4_0", 4), ("MXFP4", 0), ("Q4_K", 0)),
+        *(
+            pytest.param(name, 0, marks=pytest.mark.slow)
+            for name in ("IQ4_NL", *BLOCKS)
+            if name != "Q4_K"
+        ),
+    ],
 )
 def test_records_mean_what_the_package_says(type_, split, tmp_path):
     gguf_model(
@@ -157,7 +165,8 @@ def test_records_mean_what_the_package_says(type_, split, tmp_path):
                 assert b"".join(mine) == file.read(tensor.nbytes), name
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory):
     path = directory / f"{family}-run.gguf"
     model = gguf_model(path, family)

@@ -477,6 +477,7 @@ def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
         assert "other fp8 matrices are dequantized" in " ".join(llm.plan.budget.notes)
 
 
+@pytest.mark.slow
 def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
     path, version = sources["fp8"], SOURCES["fp8"]
     for precision, said in (

@@ -14,7 +14,10 @@ from moejax.commands.main import main
 from tests.conftest import PACKAGED_DEMO
 
 MODEL = str(PACKAGED_DEMO)
-OPTIONS = ("--model", MODEL, "--temperature", "0", "--max-tokens", "24", "--device", "cpu")
+LIMITS = {"device": "cpu", "max_num_seqs": 1, "max_num_batched_tokens": 256, "max_model_len": 512}
+OPTIONS = ("--model", MODEL, "--temperature", "0", "--max-tokens", "24")
+OPTIONS += tuple(f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items())
+SUM = "What is 3 times 14?\n"
 
 
 @pytest.fixture
@@ -27,39 +30,46 @@ def talk(monkeypatch, capsys):
     return run
 
 
-def test_every_answer_is_to_the_conversation_so_far(talk):
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, progress=False, **LIMITS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def answer(llm):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    messages = [{"role": "user", "content": SUM.rstrip()}]
+    return f"{llm.chat(messages, params)[0].outputs[0].text}\n"
+
+
+def test_every_answer_is_to_the_conversation_so_far(talk, llm):
     status, out, err = talk("What is 3 times 14?\nAnd 2 plus 2?\n", "--expert-budget", "25%")
     assert (status, err) == (0, "")
     messages = []
     params = SamplingParams(temperature=0, max_tokens=24)
-    with LLM(MODEL, device="cpu", progress=False) as llm:
-        for line in ("What is 3 times 14?", "And 2 plus 2?"):
-            messages.append({"role": "user", "content": line})
-            answer = llm.chat(messages, params)[0].outputs[0].text
-            messages.append({"role": "assistant", "content": answer})
+    for line in ("What is 3 times 14?", "And 2 plus 2?"):
+        messages.append({"role": "user", "content": line})
+        answer = llm.chat(messages, params)[0].outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
     assert out == "".join(f"{m['content']}\n" for m in messages if m["role"] == "assistant")
     assert "42" in out
 
 
-def test_generate_answers_one_message(talk, capsys):
-    answer = talk("What is 3 times 14?\n")[1]
+def test_generate_answers_one_message(answer, capsys):
     assert main(["generate", "What is 3 times 14?", "--chat", "--quiet", *OPTIONS]) == 0
     assert capsys.readouterr().out == answer
 
 
-def test_commands_within_a_conversation(talk):
-    text = "What is 3 times 14?\n"
-    once = talk(text)[1]
-    _, out, err = talk(f"{text}/clear\nWhat is \\\n3 times 14?\n/stats\n/what now\n/exit\n{text}")
-    assert out.startswith(once) and out.count("\n") >= 2 * once.count("\n")
+def test_commands_within_a_conversation(talk, answer):
+    _, out, err = talk(f"{SUM}/clear\nWhat is \\\n3 times 14?\n/stats\n/what now\n/exit\n{SUM}")
+    assert out.startswith(answer) and out.count("\n") >= 2 * answer.count("\n")
     assert "hit rate" in err and "/what is none of /clear, /stats and /exit" in err
 
 
-def test_a_conversation_that_is_too_long_goes_on_after_clear(talk):
-    text = "What is 3 times 14?\n"
-    options = ("--max-model-len", "64")
-    _, out, err = talk(f"{'word ' * 200}\n{text}", *options)
-    assert "/clear begins anew" in err and out == talk(text, *options)[1]
+def test_a_conversation_that_is_too_long_goes_on_after_clear(talk, answer):
+    _, out, err = talk(f"{'word ' * 600}\n{SUM}")
+    assert "/clear begins anew" in err and out == answer
 
 
 def test_an_answer_ends_with_the_context_unless_a_number_was_given(monkeypatch, capsys):
@@ -123,7 +133,7 @@ def test_messages_of_several_lines(monkeypatch, typed, message):
     assert chat.read_message(prompts=False) == message
 
 
-def test_values_reach_the_chat_template(tmp_path, talk):
+def test_values_reach_the_chat_template(tmp_path, talk, answer):
     """A template that switches thinking off, as Qwen's does."""
     model = shutil.copytree(PACKAGED_DEMO, tmp_path / "model")
     file = model / "tokenizer_config.json"
@@ -131,9 +141,8 @@ def test_values_reach_the_chat_template(tmp_path, talk):
     off = "{% if enable_thinking is false %}3 times 14 is{% endif %}"
     file.write_text(json.dumps(config | {"chat_template": config["chat_template"] + off}))
     options = ("--model", str(model), "--chat-template-kwargs", '{"enable_thinking": false}')
-    text = "What is 3 times 14?\n"
-    assert talk(text, *options)[1] != talk(text)[1]
-    status, _, err = talk(text, "--chat-template-kwargs", "5")
+    assert talk(SUM, *options)[1] != answer
+    status, _, err = talk(SUM, "--chat-template-kwargs", "5")
     assert status == 2 and "--chat-template-kwargs is a JSON object, not 5" in err
 
 

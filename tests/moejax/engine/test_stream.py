@@ -436,9 +436,8 @@ def kv_grows(tiers: str, memory: int = MEMORY, **options) -> None:
     assert found == answers_at_rest(**options)
 
 
-@pytest.mark.parametrize(
-    "tiers", ["flux,packed=25%", pytest.param("flux-direct,packed=75%", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["flux,packed=25%", "flux-direct,packed=75%"])
 def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
     kv_grows(tiers)
 

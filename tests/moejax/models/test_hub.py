@@ -180,6 +180,7 @@ def test_info_reads_the_config_alone(hub, tmp_path):
     assert (found / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_broken_connection_goes_on_with_the_next_try(hub, tmp_path):
     hub.broken = 100
     ended = fetch(hub, tmp_path, "org/demo")
@@ -231,7 +232,12 @@ GGUF = [
 
 @pytest.mark.parametrize(
     ("which", "found"),
-    [("q8_0", [1]), ("demo-Q4_K_M.gguf", [0]), ("UD-Q6_K", [2, 3]), ("Q6_K", [2, 3])],
+    [
+        pytest.param("q8_0", [1], marks=pytest.mark.slow),
+        pytest.param("demo-Q4_K_M.gguf", [0], marks=pytest.mark.slow),
+        ("UD-Q6_K", [2, 3]),
+        pytest.param("Q6_K", [2, 3], marks=pytest.mark.slow),
+    ],
 )
 def test_gguf_files_are_downloaded_once(hub, tmp_path, which, found):
     hub.files = {name: name.encode() for name in GGUF}

@@ -102,6 +102,7 @@ def files(directory):
     return place / "index.json", pages
 
 
+@pytest.mark.slow
 def test_kv_is_bound_to_the_options_that_decide_its_bits(tmp_path):
     def cached(**options):
         with LLM("demo", kv_dir=tmp_path, **LIMITS, **options) as llm:
@@ -113,6 +114,7 @@ def test_kv_is_bound_to_the_options_that_decide_its_bits(tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused_by_name(tmp_path):
     with LLM("demo", kv_dir=tmp_path, **LIMITS) as llm:
         llm.generate([LONG], GREEDY, use_tqdm=False)

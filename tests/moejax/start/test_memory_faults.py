@@ -60,6 +60,7 @@ def pinned_room(monkeypatch):
     return room
 
 
+@pytest.mark.slow
 def test_experts_that_cannot_be_pinned_stay_in_pageable_memory(pinned_room, caplog):
     wanted, llm = text_of()
     whole = llm.plan.spec.layers * llm.plan.spec.experts * llm.plan.steps.layout.records[0].nbytes
@@ -78,6 +79,7 @@ def test_asked_for_another_way_it_is_refused(pinned_room):
         text_of(transfers="ops")
 
 
+@pytest.mark.slow
 def test_an_arena_that_is_not_given_is_smaller(monkeypatch, caplog):
     size = lambda rows, hidden, device: 2 * rows * hidden  # noqa: E731
     wanted, llm = text_of(kv_budget="1MiB", eviction="lru")

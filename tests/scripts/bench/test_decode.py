@@ -39,6 +39,7 @@ FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
 """One set of shapes for both tests: compiled once."""
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_leaves_its_rows(capsys, monkeypatch, tmp_path):
     def line(*args, cells, **kwargs):
         if cells == 0:
