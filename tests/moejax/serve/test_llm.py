@@ -91,8 +91,8 @@ def test_a_step_is_dispatched_before_the_one_before_it_is_read(llm, monkeypatch)
     )
     dispatch = llm.engine._dispatch
 
-    def dispatched(work):
-        step = dispatch(work)
+    def dispatched(*work):
+        step = dispatch(*work)
         order.append(("dispatch", step.number))
         return step
 
