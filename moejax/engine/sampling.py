@@ -153,12 +153,12 @@ class TokenSampler:
             self._count(batch, draws)
             biases = biases or self._no_biases
             logits = self.runner.tokens.adjust(logits, batch.penalties, biases)
-        ruled = [draw for draw in draws if draw.words is not None]
+        ruled = [(draw.row, draw.words) for draw in draws if draw.words is not None]
         if ruled:
             width = -(-self.runner.config.vocab_size // 32)
             words = np.full((len(batch.update), width), -1, np.int32)
-            for draw in ruled:
-                words[draw.row] = draw.words
+            for row, allowed in ruled:
+                words[row] = allowed
             logits = self.runner.tokens.allow(logits, words)
         return logits
 

@@ -37,6 +37,7 @@ class Known(Drafts):
 
     def propose(self, request, most):
         done = len(request.output)
+        assert request.params.seed is not None
         tokens = self.answers[request.params.seed][done : done + most]
         wrong = self.rng.random(len(tokens)) < self.mistakes
         return [int(t) ^ int(w) for t, w in zip(tokens, wrong, strict=True)]
