@@ -6,8 +6,10 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,9 +19,10 @@ from moejax.engine import loop, scheduler
 from moejax.engine.drafts import WINDOW, Choice, Drafts, look_up
 from moejax.start.option_values import read_speculation
 from moejax.start.options import Config
+from moejax.step.step_parts import PageTables, decode_tokens
+from pallas_kernels.kv_write import KVPage
 from tests.moejax.engine.scenes import LIMITS, open_llm, same_bits
 from tests.moejax.engine_runs import Job, Recorded, run
-from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.moejax.models.families import write_checkpoint
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -83,16 +86,15 @@ class Pair:
                 self.llm.end_session(session)
 
 
-def pairs(model, **options) -> Iterator[Pair]:
+def pairs(model, kv: str) -> Iterator[Pair]:
     """KV is so small that requests are moved out, and a third of the experts has a cell."""
-    kv = {"kv_budget": "96KiB"} if model != "demo" else {"kv_budget": "288KiB"}
-    with open_llm(model, max_num_seqs=8, expert_budget="33%", **kv, **options) as llm:
+    with open_llm(model, max_num_seqs=8, expert_budget="33%", kv_budget=kv) as llm:
         yield Pair(llm)
 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Pair]:
-    yield from pairs("demo")
+    yield from pairs("demo", "288KiB")
 
 
 def test_drafts_change_no_bit(demo):
@@ -114,10 +116,11 @@ def test_drafts_change_no_bit(demo):
     ],
 )
 def test_latent_pages_windows_and_chunks_change_no_bit(family, tmp_path):
-    for pair in pairs(write_checkpoint(tmp_path / "m", family)):
+    for pair in pairs(write_checkpoint(tmp_path / "m", family), "192KiB"):
         drafts = Known(pair.answers)
         assert same_bits(pair.run(drafts), pair.plain)
-        assert drafts.counts["accepted"] > 50 < drafts.counts["drafted"] - drafts.counts["accepted"]
+        right, drafted = drafts.counts["accepted"], drafts.counts["drafted"]
+        assert right > 50 and drafted - right > 20, drafts.counts
 
 
 MISTAKES = {
@@ -186,15 +189,13 @@ def test_structured_outputs_and_stop_strings_are_drafted(demo):
     assert found[0] == found[1] and drafts is not None and drafts.counts["accepted"] > 5
 
 
-@pytest.mark.nightly
-def test_kernels_write_all_keys_before_any_row_reads():
-    limits = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 192}
-    with interpreted_llm("demo", speculative_config=NGRAM, **limits) as llm:
-        llm.engine.drafts = None
-        plain = run(llm, three_jobs(4096))
-        llm.engine.drafts = Known({i: each.tokens for i, each in enumerate(plain)}, 0.0)
-        assert same_bits(run(llm, three_jobs(4096)), plain)
-        assert llm.engine.drafts.counts["accepted"] > 0
+@pytest.mark.parametrize("drafts", [False, True])
+def test_all_rows_write_their_keys_before_any_row_reads(drafts):
+    """A kernel that does both at once has no such order."""
+    context: Any = SimpleNamespace(drafts=drafts, row_tile=4, page=KVPage(16, 1, 8))
+    tables = PageTables(jnp.zeros((4, 2), jnp.int32), jnp.zeros((4, 0), jnp.int32))
+    tokens = decode_tokens(jnp.arange(4), tables, context)
+    assert (tokens.write_and_attend is None) == drafts
 
 
 # ---- guesses, and whether they pay
@@ -285,6 +286,7 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     with open_llm("demo", speculative_config=config, trace=trace) as llm:
         (out,) = llm.generate([[5, 300, 301, 300]], params, use_tqdm=False)
         said, steps = llm.stats()["speculation"], llm.stats()["steps"]
+        assert llm.plan.steps.drafts
     count = len(out.outputs[0].token_ids)
     assert said["accepted_tokens"] > 5 and 0 < said["acceptance_rate"] <= 1
     assert 1 + steps["decode"] + said["accepted_tokens"] in (count, count + 1)
