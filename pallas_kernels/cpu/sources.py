@@ -36,8 +36,8 @@ class Sources:
     records: np.ndarray
     """SOURCE[V, L, E], L counted over MoE layers."""
     parts: tuple[tuple[int, ...], ...]
-    """By version, the bytes of a record's parts in order: gate, up and down of a dense record, one
-    part of any other."""
+    """By version, the bytes of a record's parts in order: the matrices of a dense record, one part
+    of any other."""
 
     turned: tuple[tuple[int, int], ...]
     """By version, (bytes of a row, bytes of a number) of a last part that is stored transposed;
@@ -49,5 +49,5 @@ class Sources:
         if len(self.parts) != len(self.records):
             raise ValueError(f"{len(self.records)} versions, parts of {len(self.parts)}")
         for parts in self.parts:
-            if len(parts) not in (1, 3) or min(parts, default=0) < 1:
-                raise ValueError(f"a record has one part or three, each of some bytes: {parts}")
+            if len(parts) not in (1, 2, 3) or min(parts) < 1:
+                raise ValueError(f"a record has one to three parts, each of some bytes: {parts}")

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "pallas_kernels/cpu/arena.h"
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {
@@ -76,20 +77,21 @@ void Supply::unpack(const Format& packed, int64_t layer, int64_t expert, const u
                     int64_t cell, void* to) {
   const int64_t row_bytes = packed.hidden * 2, part = packed.width * row_bytes;
   const int64_t parts[] = {part, part, part};
+  const int first_matrix = has_gate(packed) ? GATE : UP;
   TransferRequest request{};
   request.cell = cell, request.destination = reinterpret_cast<int64_t>(to);
   request.source = reinterpret_cast<int64_t>(from);
   request.layer = static_cast<int32_t>(layer), request.expert = static_cast<int32_t>(expert);
   request.cause = causes_.ahead, request.file = kMemory, request.check = Check::NONE;
-  request.parts = 3;
+  request.parts = DOWN + 1 - first_matrix;
   const Kernels& kernels = *select_kernels();
   std::string why;  // the cell has it, too
   queue->replace(request, parts, &why, [=, &kernels](uint8_t* out, int64_t first, int64_t bytes) {
     for (int64_t at = first, end = first + bytes; at < end;) {
       const int64_t row = at / row_bytes, column = at % row_bytes;
       const int64_t n = std::min(row_bytes - column, end - at);
-      kernels.decode(packed, from, static_cast<int>(row / packed.width), row % packed.width,
-                     column / 2, n / 2, nullptr, out);
+      kernels.decode(packed, from, static_cast<int>(row / packed.width) + first_matrix,
+                     row % packed.width, column / 2, n / 2, nullptr, out);
       at += n, out += n;
     }
   });

@@ -129,6 +129,15 @@ def test_step_copies_nothing_of_the_arena(llm, key):
     assert compiled.memory.alias_bytes >= nbytes((runner.arena, runner.tables))
 
 
+@pytest.mark.nightly
+def test_experts_of_two_matrices_come_from_files(tmp_path):
+    directory, found = write_checkpoint(tmp_path, "NemotronHForCausalLM"), []
+    for store in ("memory", "file"):
+        with start(directory, expert_budget="25%", store=store) as llm:
+            found.append(run(llm, JOBS[:3]))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_load_to_the_same_bits(family, tmp_path):
     """One file of separate experts, where the family has them, and three of stacked ones."""
