@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.policies.prefetch.next_layers import LayerPredictor, finite, mark_experts
+from host_offload.policies.prefetch.next_layers import (
+    LayerPredictor,
+    finite,
+    mark_experts,
+    multiply_rows,
+)
 from host_offload.traces.reader import Trace
 
 NAME = "learned"
@@ -42,7 +47,7 @@ class Learned(LayerPredictor):
 def compress(gate_input: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
     """PCA_q(a): float32[N, q] of router inputs float32[N, D], by a layer's mean [D] and basis [D,
     q], which also scales them to unit size."""
-    return (gate_input - mean) @ basis
+    return multiply_rows(gate_input - mean, basis)
 
 
 def logits(
@@ -61,7 +66,7 @@ def logits(
     """
 
     def linear(name: str, x: Any) -> Any:
-        return x @ weights[name] + weights[f"{name}_bias"]
+        return multiply_rows(x, weights[name]) + weights[f"{name}_bias"]
 
     def block(name: str, x: Any) -> Any:
         """lin: Dropout(GELU(Linear(x))), GELU by its tanh."""

@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.policies.prefetch.next_layers import LayerPredictor, finite, mark_experts
+from host_offload.policies.prefetch.next_layers import (
+    LayerPredictor,
+    finite,
+    mark_experts,
+    multiply_rows,
+)
 from host_offload.traces.reader import Trace
 
 NAME = "promoe"
@@ -35,9 +40,9 @@ def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> An
     """Scores [N, E] for router inputs float32[N, D] of numpy or jax: two hidden layers with ReLU
     and a linear output."""
     for i in (1, 2):
-        x = x @ weights[f"weights{i}"] + weights[f"bias{i}"]
+        x = multiply_rows(x, weights[f"weights{i}"]) + weights[f"bias{i}"]
         x = drop(x * (x > 0))
-    return x @ weights["weights3"] + weights["bias3"]
+    return multiply_rows(x, weights["weights3"]) + weights["bias3"]
 
 
 def draw_network(sizes: Sequence[int], rng: np.random.Generator) -> dict[str, np.ndarray]:
