@@ -302,7 +302,7 @@ LAYER = {
 }
 """Tensors of a layer: the checkpoint's names → GGUF's, as in conversion/olmo.py of llama.cpp."""
 
-TYPES = {"Q8_0": 7, "Q4_0": 2}
+TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
 """llama_ftype."""
 
 

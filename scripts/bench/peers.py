@@ -3,7 +3,8 @@
 python -m scripts.bench peers [--llama-python PYTHON] [--keep DIR] [--stages bf16,int8,int4]
 
 A random OLMoE (four layers of its true size, 3.8 GB in bfloat16) is written once and read by all:
-by moejax and transformers as it is, by llama.cpp as a GGUF file of the same numbers. Each engine is
+by moejax and transformers as it is, by llama.cpp as a GGUF file of the same numbers, but for the
+stages of one file. Each engine is
 loaded in a process of its own; they compute in turn, never at once, with as many threads each. A
 step is tokens in, logits of the whole vocabulary out, of forced tokens. First the log-probabilities
 of the forced tokens must agree, else nothing is timed.
@@ -13,6 +14,8 @@ stages:
   int8    moejax's experts in int8 beside Q8_0: of experts alone ("experts"), and of attention,
           head and embeddings too, as llama.cpp's users have it ("all")
   int4    the same with int4 and Q4_0
+  q8_0, q4_k_m, mxfp4
+          moejax and llama.cpp, both with the same GGUF file of that type
 
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
 seconds is done in one round only.
@@ -52,10 +55,13 @@ STAGES = {
     "bf16": ("moejax", "llama.cpp BF16", "transformers bf16"),
     "int8": ("moejax int8", "llama.cpp Q8_0 experts", "llama.cpp Q8_0 all"),
     "int4": ("moejax int4", "llama.cpp Q4_0 experts", "llama.cpp Q4_0 all"),
+    "q8_0": ("moejax Q8_0 all", "llama.cpp Q8_0 all"),
+    "q4_k_m": ("moejax Q4_K_M all", "llama.cpp Q4_K_M all"),
+    "mxfp4": ("moejax MXFP4 all", "llama.cpp MXFP4 all"),
 }
 """Engines, moejax first."""
 
-AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5}
+AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5, "q8_0": 0.05, "q4_k_m": 0.05, "mxfp4": 0.05}
 """Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
 have a standard deviation of some 0.9, so engines that compute something else differ by that."""
 
@@ -181,7 +187,7 @@ def model_file(args: argparse.Namespace, name: str, directory: Path) -> Path:
     """What this engine reads, written where it is not there yet."""
     checkpoint = directory / f"olmoe-{args.layers}"
     write_checkpoint(checkpoint, OLMOE | {"num_hidden_layers": args.layers})
-    if not name.startswith("llama.cpp"):
+    if not name.startswith("llama.cpp") and not name.endswith("all"):
         return checkpoint
     whole = directory / f"olmoe-{args.layers}-BF16.gguf"
     write_gguf(args.llama_python, checkpoint, whole)
