@@ -223,7 +223,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "sliding_window": 20,
     },
-    "Lfm2Moe": {**_NARROW, "num_experts": 6, "layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {
+        **_NARROW,
+        "num_experts": 6,
+        "layer_types": ["conv", "full_attention"],
+        "norm_eps": 1e-3,  # a small value's rounding is not scaled by a norm
+    },
     "Qwen3Next": {**_NARROW, **_DELTA, "num_experts": 6},
     "Qwen3_5Moe": {**_NARROW, **_DELTA, "num_experts": 6},
 }
