@@ -90,6 +90,8 @@ class LayerPredictor(abc.ABC):
     def init(self, spec: Spec) -> Any:
         """No layer is predicted yet. Raises ValueError for another model."""
         self.fitted.check(spec)
+        for layer in range(spec.layers):  # here, and not within the first step
+            self.fitted.of_layer(layer)
         return Predicted(spec.top_k)
 
     def decide(self, state: Any, seen: Observation) -> tuple[Any, Decision]:
