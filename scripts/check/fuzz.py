@@ -502,7 +502,8 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
-    lengths = conditions.drafts
+    # A state cannot go back over rejected tokens, and a start refuses drafts for such a model.
+    lengths = None if engine.scheduler.arena.layout.page.state_pages else conditions.drafts
     engine.drafts = None if lengths is None else Drafts(*lengths, adaptive=False)
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
