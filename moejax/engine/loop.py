@@ -451,6 +451,7 @@ class Engine:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
         self._place(work)
         stages = self._before_step(number)
+        self.scheduler.share_tables(work.drafts)
         positions = np.full(rows, -1, np.int32)
         positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
         for draft in work.drafts:
@@ -493,12 +494,11 @@ class Engine:
     def _place(self, work: ScheduledWork) -> None:
         """Prepares the rows of requests that just got a row or tokens of a draft, and those of
         drafts."""
-        ahead, self._ahead = self._ahead, set()
-        if not (work.placed or ahead or work.drafts):
+        if not (work.placed or self._ahead or work.drafts):
             return
         current: dict[int, int] = {}
         now = time.perf_counter()
-        for request in ahead:
+        for request in self._ahead:
             if request.row is not None:
                 current[request.row] = request.output[-1]
                 self._sampler.recount(request)
@@ -515,6 +515,7 @@ class Engine:
             update = np.zeros(self.runner.shapes.rows, bool)
             values[[*current]], update[[*current]] = [*current.values()], True
             self.runner.tokens.place(values, update)
+        self._ahead = set()  # now, as the step may fail before, and not be one of these requests'
 
     def _device_block_table(self) -> jax.Array:
         version = self.scheduler.block_table_version

@@ -263,7 +263,6 @@ class Scheduler:
             count = min(count, len(request.blocks) * self.block_size - request.computed)
             if count > 0:
                 taken, guess = tuple(rows.pop() for _ in range(count)), guesses[request]
-                self._share_table(request, taken)
                 parts = tuple(guess.tokens[:count]), tuple(guess.words[:count])
                 drafts.append(Draft(request, taken, *parts))
         return dataclasses.replace(work, drafting=True, drafts=tuple(drafts))
@@ -273,13 +272,15 @@ class Scheduler:
         pages = self.cache.available // self.page.groups
         return min(most, (len(request.blocks) + pages) * self.block_size - request.computed)
 
-    def _share_table(self, request: Request, rows: Sequence[int]) -> None:
-        """Gives rows without a request the request's block table."""
-        own = self.block_table[request.row]
-        for row in rows:
-            if not np.array_equal(self.block_table[row], own):
-                self.block_table[row] = own
-                self.block_table_version += 1
+    def share_tables(self, drafts: Sequence[Draft]) -> None:
+        """Gives the rows of drafts the block tables of their requests. Call it when no page moves
+        any more before the step."""
+        for draft in drafts:
+            own = self.block_table[draft.request.row]
+            for row in draft.rows:
+                if not np.array_equal(self.block_table[row], own):
+                    self.block_table[row] = own
+                    self.block_table_version += 1
 
     def _next_chunks(self) -> list[PromptChunk]:
         decoding = next(self._decoding(), None) is not None

@@ -144,7 +144,7 @@ MISTAKES = {
     ),
     "reads other pages": (
         scheduler.Scheduler,
-        "_share_table",
+        "share_tables",
         "self.block_table[row] = own",
         "self.block_table[row] = own[::-1]",
     ),
