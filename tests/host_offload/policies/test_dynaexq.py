@@ -347,7 +347,7 @@ def test_traces_in_the_place_of_files(tmp_path):
         ("dynaexq=file", "precision 'dynaexq' takes no file; leave out =file"),
         ("dynaexq,scores=/none.npy", "/none.npy: cannot be read as a scores"),
         ("dynaexq,hi=int4,lo=int8", "hi=int4 must have more bytes than lo=int8"),
-        ("dynaexq,hi=fp8", "hi='fp8' is not one of dense, lossless12"),
+        ("dynaexq,hi=fp8", "hi='fp8' is not one of checkpoint, dense"),
         ("dynaexq,hi_share=1.5", "hi_share='1.5' is not a share from 0 to 1"),
         ("map", "precision 'map' needs a map or the trace of a run: map=FILE"),
     ],

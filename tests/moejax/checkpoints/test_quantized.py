@@ -98,21 +98,20 @@ def test_no_budget_or_driver_changes_a_bit(options, fp8):
 
 @pytest.mark.slow
 def test_hot_experts_stay_as_the_checkpoint_has_them(fp8, directory, tmp_path):
-    path, wanted = fp8
-    low = run(path, precision="int4")[1]
-    for value, tokens in ((0, wanted["auto"]), (1, low)):
+    high, low = at_rest(fp8, "auto"), run(fp8, precision="int4")[1]
+    for value, tokens in enumerate((high, low)):
         np.save(tmp_path / "map.npy", np.full((4, 6), value, np.int8))
         plan = f"map={tmp_path / 'map.npy'},hi=checkpoint,lo=int4"
-        assert run(path, precision=plan)[1] == tokens
+        assert run(fp8, precision=plan)[1] == tokens
     some = "random,hi=checkpoint,lo=int4,hi_share=0.5"
-    converted = convert(path, directory / "fp8.orbax", "float32").directory
-    half = run(path, precision=some)
+    converted = convert(fp8, directory / "fp8.orbax", "float32").directory
+    half = run(fp8, precision=some)
     assert half[0]["precision"]["versions"] == ["fp8-16x32-f32", "int4"]
-    assert half[1] not in (wanted["auto"], low) and run(converted, precision=some)[1] == half[1]
-    moved = run(path, precision="dynaexq,hi=checkpoint,lo=int4,hi_share=0.3,interval=8 tokens")
+    assert half[1] not in (high, low) and run(converted, precision=some)[1] == half[1]
+    moved = run(fp8, precision="dynaexq,hi=checkpoint,lo=int4,hi_share=0.3,interval=8 tokens")
     assert moved[0]["precision"]["promotions"] > 0
     with pytest.raises(UserError, match="take a lo with fewer bits"):
-        run(path, precision=some.replace("int4", "int8"))
+        run(fp8, precision=some.replace("int4", "int8"))
 
 
 MATRICES = ("gate", "up", "down")
