@@ -185,7 +185,9 @@ class TokenSampler:
         """Recounts each row with penalties whose counts are not those of its request, and each row
         of a draft."""
         for row, request, _, before in draws:
-            if not batch.penalized[row] or self._counted.get(row) is request:
+            # A draft's row may be one that its request had before it was moved out.
+            counted = not before and self._counted.get(row) is request
+            if counted or not batch.penalized[row]:
                 continue
             if len(request.output) != request.dispatched - 1:
                 raise ValueError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -104,6 +105,19 @@ def test_penalties_and_biases_follow_the_formulas_and_leave_neighbours_alone(llm
         assert clear and each.tokens == wanted
     assert alone.tokens[1] not in found[1].tokens and ended not in found[2].tokens[:5]
     assert found[1].tokens != alone.tokens
+
+
+def test_a_drafts_row_that_was_its_requests_own_is_counted_anew():
+    """A request was moved out of row 3, came back in row 0, and has a draft in row 3."""
+    recounted = []
+    tokens = types.SimpleNamespace(recount=lambda row, _, output: recounted.append((row, output)))
+    runner: Any = types.SimpleNamespace(tokens=tokens, shapes=types.SimpleNamespace(rows=4))
+    request: Any = types.SimpleNamespace(prompt=(1,), output=[2, 3], dispatched=3)
+    batch: Any = types.SimpleNamespace(penalized=np.ones(4, bool))
+    sampler = TokenSampler(runner, ())
+    sampler._counted = {0: request, 3: request}
+    sampler._count(batch, [Draw(0, request, None), Draw(3, request, None, (4,))])
+    assert recounted == [(3, [2, 3, 4])]
 
 
 def test_log_probabilities_are_of_the_logits_before_penalties(llm, alone):
