@@ -74,6 +74,8 @@ class Statistics:
                 self.moved[name] += count
 
     def add_token(self, request: Request, now: float) -> None:
+        """Counts a token. Of several that one step gave, drafts that were accepted, all but the
+        first took no time."""
         self.generated_tokens += 1
         if request.first_token_s is None:
             request.first_token_s = now

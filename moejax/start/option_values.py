@@ -202,6 +202,8 @@ def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculatio
         raise ValueError(f"speculative_config is a mapping such as {example}, not {given!r}")
     settings = dict(given)
     method = settings.pop("method", None)
+    if method is None:
+        raise ValueError(f"speculative_config names no method; give it as in {example}")
     if method != "ngram":
         raise ValueError(unknown("speculative method", str(method), ["ngram"]))
     known = {field.name: field.default for field in dataclasses.fields(Speculation)}

@@ -243,6 +243,7 @@ def test_names_are_those_of_vllm(capsys):
     assert found == read_speculation({**NGRAM, "prompt_lookup_max": 3})
     assert found is not None and (found.prompt_lookup_max, found.prompt_lookup_min) == (3, 2)
     for wrong, why in (
+        ({"num_speculative_tokens": 4}, "speculative_config names no method; give it as in"),
         ({"method": "eagle"}, "unknown speculative method 'eagle'; known: ngram"),
         ({**NGRAM, "model": "x"}, "unknown key of speculative_config 'model'"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is a whole number"),
