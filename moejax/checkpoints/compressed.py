@@ -222,10 +222,8 @@ def _group_of(source: TensorCheckpoint) -> int:
     """The most weights of GROUPS that can share a scale in every matrix. Raises UserError for
     experts that have none."""
     config = source.config
-    family, axes = (
-        FAMILIES[config.architecture],
-        (config.expert_hidden, config.moe_intermediate_size),
-    )
+    family = FAMILIES[config.architecture]
+    axes = config.expert_hidden, config.moe_intermediate_size
     turned = any(
         isinstance(p, ExpertPlace) and (p.turned or p.is_bias) for p in source.places.values()
     )

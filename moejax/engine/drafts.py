@@ -55,18 +55,15 @@ class Histories:
     """Prompt and output of requests as arrays, which grow with the output."""
 
     def __init__(self):
-        self._arrays: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
-        self._sizes: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Request, tuple[np.ndarray, int]] = WeakKeyDictionary()
 
     def tokens(self, request: Request) -> np.ndarray:
         """Returns int32[N], the request's tokens so far."""
-        total, size = len(request.prompt) + len(request.output), self._sizes.get(request, 0)
-        array = self._arrays.get(request)
-        if array is None:
-            room = len(request.prompt) + request.to_generate
-            array = self._arrays[request] = np.empty(room, np.int32)
+        prompt, held = len(request.prompt), self._held.get(request)
+        array, size = held or (np.empty(prompt + request.to_generate, np.int32), 0)
+        total = prompt + len(request.output)
         array[size:total] = request.tokens(size, total)
-        self._sizes[request] = total
+        self._held[request] = array, total
         return array[:total]
 
 
