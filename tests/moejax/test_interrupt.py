@@ -63,6 +63,7 @@ with interrupt.RunningStep().running():
 DISK, STEP = "interrupted while it waited for a disk", "interrupted while it waited for a step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("waits", "signals", "status", "said", "error"),
     [

@@ -233,7 +233,7 @@ def check_contract(policy: Policy, trace: Trace) -> None:
 
 
 QUICK_TO_LEARN = [
-    pytest.param(name, marks=[pytest.mark.slow] * name.startswith("learned"))
+    pytest.param(name, marks=[pytest.mark.slow] * name.startswith(("learned", "expertflow")))
     for name in PAGED | OTHERS
 ]
 

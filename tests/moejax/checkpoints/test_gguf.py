@@ -46,6 +46,7 @@ def leaves(loaded):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_weight_is_that_of_the_dequantized_checkpoint(family, directory):
     path = directory / f"{family}.gguf"

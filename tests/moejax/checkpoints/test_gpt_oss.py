@@ -79,6 +79,7 @@ def test_tokens_and_logits_are_those_of_transformers(published):
         assert run(path, **options)[1] == found, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_records_mean_what_transformers_says_and_give_the_bytes_back(published, dtype):
     path, model = published

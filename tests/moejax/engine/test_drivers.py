@@ -91,7 +91,7 @@ SUBJECTS = {
     "donated": Subject({"ops": "fill=xla", "eviction": "lru", "expert_budget": "40%"}),
     "in transit": Subject({"precision": "lossless12,in_transit=true", "expert_budget": "40%"}),
     # They pass a link beside compute.
-    "link": Subject({**LINK, "expert_budget": "40%"}, slow=False),
+    "link": Subject({**LINK, "expert_budget": "40%"}),
     "link, chunks": Subject(
         {
             "transfers": "queue,rate=500MB/s,latency=50us,threads=3,chunk_bytes=1000",

@@ -47,7 +47,7 @@ BESIDE = {
     "link": {**LINK, "driver": "host", "expert_budget": "40%"},
     "queue": {**QUEUE, "expert_budget": "40%"},
 }
-BOTH = pytest.mark.parametrize("beside", ["link", pytest.param("queue", marks=pytest.mark.slow)])
+BOTH = pytest.mark.parametrize("beside", ["link", "queue"])
 
 
 def placed(beside: str, placement: str | None = None, **options) -> LLM:
@@ -55,6 +55,7 @@ def placed(beside: str, placement: str | None = None, **options) -> LLM:
     return open_llm(**{**given, **options})
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
     """Prefill in two waves and decode, with copies that are late, with cells for some experts and

@@ -96,9 +96,8 @@ VERSIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "paged")) for n in VERSIONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERSIONS)
 def test_copies_of_several_versions_have_the_bits_of_ops(name):
     """What is decided does not depend on how experts come, so neither do the versions."""
     given = {**VERSIONS[name], "enable_prefix_caching": False}

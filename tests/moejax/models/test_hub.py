@@ -230,13 +230,14 @@ GGUF = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "found"),
     [
-        pytest.param("q8_0", [1], marks=pytest.mark.slow),
-        pytest.param("demo-Q4_K_M.gguf", [0], marks=pytest.mark.slow),
+        ("q8_0", [1]),
+        ("demo-Q4_K_M.gguf", [0]),
         ("UD-Q6_K", [2, 3]),
-        pytest.param("Q6_K", [2, 3], marks=pytest.mark.slow),
+        ("Q6_K", [2, 3]),
     ],
 )
 def test_gguf_files_are_downloaded_once(hub, tmp_path, which, found):

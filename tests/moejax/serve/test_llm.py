@@ -395,6 +395,7 @@ def test_messages_that_are_no_list_are_refused(llm, messages):
         llm.chat(messages)
 
 
+@pytest.mark.slow
 def test_a_prompt_costs_the_same_in_a_call_of_many(llm):
     """The host's work, in function calls: no step walks what waits or what has ended."""
     prompts = [[1 + i % 50, 2 + i // 50] for i in range(600)]

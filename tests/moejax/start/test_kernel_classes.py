@@ -178,6 +178,7 @@ def test_models_whose_experts_mosaic_does_not_compute_are_told_why():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
 def test_a_norm_in_float32_has_no_kernel(implementation):
     x = np.random.default_rng(0).normal(size=(5, 2, 96)).astype(np.float32)
@@ -185,6 +186,7 @@ def test_a_norm_in_float32_has_no_kernel(implementation):
     np.testing.assert_allclose(_unit(x, 1e-5, implementation), same, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["GraniteMoeHybridForCausalLM", "JambaForCausalLM"])
 def test_norms_of_layers_with_state_are_checked(architecture):
     config = parse_config(config_of(architecture))
