@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from jax._src import xla_bridge
 
 from host_offload.memory.device_memory import host_available_bytes
+from host_offload.memory.store import STAGING_BYTES
 from moejax.cache import checked_folder
 from moejax.errors import NotPinned, UserError
 from pallas_kernels.verification.table import left_over
@@ -23,7 +25,10 @@ DEFAULT_PINNED_GIB = 64
 name."""
 
 PINNED_ROOM = 4
-"""GiB of pinned memory beside the experts: pages that are swapped, results, what is in flight."""
+"""GiB of pinned memory beside what is kept there: results, what is in flight."""
+
+HOST_ROOM = 2
+"""GiB of host memory that are left to the process itself."""
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables, the newer first, for the share of a GPU's memory that jax takes, which is
@@ -66,7 +71,8 @@ def select_device(
     threads: int | None = None,
     *,
     kernels: bool = False,
-    store: int = 0,
+    arrays: Sequence[int] = (),
+    kept: int = 0,
 ) -> jax.Device:
     """Chooses the device to run on, and starts jax's backend if it has not started.
 
@@ -78,7 +84,7 @@ def select_device(
       else one for each CPU that the process may use.
     - `kernels`: whether kernels may run, whose checks need memory beside this process until all of
       them were made.
-    - `store`: bytes of experts that will be in pinned memory; 0: not known.
+    - `arrays`, `kept`: as in pinned_gib.
 
     Raises UserError for a platform that jax cannot use, a jax without CUDA on a machine with an
     NVIDIA GPU (unless `device` or JAX_PLATFORMS asks for the CPU), a GPU older than compute
@@ -90,7 +96,8 @@ def select_device(
         _use_threads(threads, started)
     if not started:
         if PINNED_LIMIT not in os.environ:
-            os.environ[PINNED_LIMIT] = str(pinned_gib(host_bytes(), host_available_bytes(), store))
+            cap = pinned_gib(host_bytes(), host_available_bytes(), arrays, kept)
+            os.environ[PINNED_LIMIT] = str(cap)
         if device != "cpu" and not _cpu_was_asked_for():
             if is_wsl():
                 os.environ.setdefault(ALLOCATOR, WSL_ALLOCATOR)
@@ -192,19 +199,27 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def pinned_gib(memory: int, available: int | None = None, store: int = 0) -> int:
+def pinned_gib(
+    memory: int, available: int | None = None, arrays: Sequence[int] = (), kept: int = 0
+) -> int:
     """The cap on jax's pool of pinned host memory, in GiB, for a machine with `memory` bytes.
 
-    jax asks the driver for the power of two above an array, or for what the cap leaves. If the
-    available memory does not hold that, the cap is the store and PINNED_ROOM.
+    jax's pool asks the driver for the power of two above an array, or for what the cap leaves. So
+    the cap is what a start keeps there and PINNED_ROOM, less where HOST_ROOM would not be left.
+    Experts smaller than PINNED_ROOM waste less than that, and leave the cap to later models.
 
     - `available`: bytes of host memory that are free; None: all.
-    - `store`: bytes of the experts; 0: not known.
+    - `arrays`: bytes of the arrays of experts, in the order of their allocation; empty: not known.
+    - `kept`: bytes of KV that may be there too.
     """
-    doubled = 1 << max(store - 1, 0).bit_length()
-    if store and doubled > (memory if available is None else available):
-        return -(-store >> 30) + PINNED_ROOM
-    return max(memory >> 30, DEFAULT_PINNED_GIB)
+    if sum(arrays) <= PINNED_ROOM << 30:
+        return max(memory >> 30, DEFAULT_PINNED_GIB)
+    *before, last = arrays
+    # An array behind another one may not fit into what that leaves of its power of two.
+    regions = sum(1 << (nbytes - 1).bit_length() for nbytes in before) + last
+    free = ((memory if available is None else available) >> 30) - HOST_ROOM
+    cap = min(-(-(regions + kept) >> 30) + PINNED_ROOM, free)
+    return max(cap, -(-(sum(arrays) + STAGING_BYTES) >> 30))
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:

@@ -156,8 +156,8 @@ class StoreBuilder:
             gib = layers * experts * layout.nbytes / 2**30
             raise MemoryError(
                 f"cannot allocate {gib:.1f} GiB of pinned host memory for the expert store; "
-                "on a GPU the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before "
-                "jax starts, raises the limit of 64 GiB"
+                "on a GPU the driver limits it, and the environment variable "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before jax starts"
             ) from error
         self._written = np.full(self._shape[:3], filled)
         self._lock = threading.Lock()
@@ -167,6 +167,8 @@ class StoreBuilder:
         if shares_memory(device):
             self._memory = memory(self._shape, np.dtype(np.uint16))
         else:
+            if (staging := allocate_staging(self._shape, self._sharding)) is not None:
+                staging.delete()
             self._array = allocate_pinned(self._shape, self._sharding)
 
     def put(
@@ -278,6 +280,27 @@ def allocate_pinned(shape: tuple[int, ...], sharding: SingleDeviceSharding) -> j
     the driver for the next power of two, unless its limit is below that (moejax.device)."""
     empty = functools.partial(jax.lax.empty, shape, jnp.uint16)
     return jax.block_until_ready(jax.jit(empty, out_shardings=sharding)())
+
+
+def allocate_staging(shape: tuple[int, ...], sharding: SingleDeviceSharding) -> jax.Array | None:
+    """Makes jax's pool of pinned memory take STAGING_BYTES, before records of that shape are asked
+    for. Copies of pageable arrays go through the pool, and a pool that was refused a large array
+    asks for nothing smaller later (`started_backpedal_` in older XLA's bfc_allocator.cc).
+
+    Returns an array that holds these bytes; None for records that are not more, or without memory.
+    """
+    if 2 * math.prod(shape) <= STAGING_BYTES:
+        return None
+    try:
+        return allocate_pinned((STAGING_BYTES // 2,), sharding)
+    except jax.errors.JaxRuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return None
+
+
+STAGING_BYTES = 1 << 30
+"""Bytes of pinned memory for copies of pageable arrays. jax copies larger ones without it."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

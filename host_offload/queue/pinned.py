@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.budget import format_bytes
-from host_offload.memory.store import Allocate, StoreBuilder, lacks_memory
+from host_offload.memory.device_memory import shares_memory
+from host_offload.memory.store import Allocate, StoreBuilder, allocate_staging, lacks_memory
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import RecordFormat
 
@@ -201,6 +202,10 @@ class PinnedBuilder(StoreBuilder):
         layers, experts = self._shape[:2]
         count = len(self._edges) - 1
         self._device, self._pins = device, True
+        # Held while pieces take the rest of the pool.
+        self._staging = None
+        if not shares_memory(device):
+            self._staging = allocate_staging(self._shape, self._sharding)
         self._pieces: list[list[list[jax.Array | np.ndarray | None]]] = [
             [[None] * count for _ in range(experts)] for _ in range(layers)
         ]
@@ -238,7 +243,7 @@ class PinnedBuilder(StoreBuilder):
                 self._pins = False
                 pieces = itertools.chain.from_iterable(itertools.chain.from_iterable(self._pieces))
                 held = sum(piece.nbytes for piece in pieces if piece is not None)
-                log.info(
+                log.warning(
                     "%s of experts are pinned, and no more can be; the others stay in pageable "
                     "memory, from which copies are slower",
                     format_bytes(held),
@@ -246,11 +251,18 @@ class PinnedBuilder(StoreBuilder):
         return rows
 
     def _finished(self) -> PinnedRecords:
+        self._free_staging()
         pieces, self._pieces = jax.block_until_ready(self._pieces), []
         return PinnedRecords(self._shape, self._edges, pieces, self._device)
+
+    def _free_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.delete()
+            self._staging = None
 
     def close(self) -> None:
         """Frees the arrays of a store that was not finished."""
         super().close()
+        self._free_staging()
         PinnedRecords(self._shape, self._edges, self._pieces, self._device).delete()
         self._pieces, self._partial = [], {}

@@ -6,6 +6,7 @@ doctor`).
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.util
 import json
@@ -91,6 +92,10 @@ _SMI = (
 PROBED_BYTES, REPEATS = 256 << 20, 5
 """Bytes of each timed transfer, and number of transfers."""
 
+PINNED_PIECE, PINNING_SECONDS = 1 << 30, 5.0
+"""Bytes that are pinned at once to find out how many can be, and the time after which the rest is
+not tried."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -150,6 +155,12 @@ class Machine:
     def device(self) -> Mapping[str, Any]:
         """jax's first device; empty if jax has none."""
         return next(iter(self.backend["devices"]), {})
+
+    @property
+    def pinned(self) -> tuple[int, bool]:
+        """The result of pin_pieces."""
+        nbytes, refused = self.backend.get("pinned", (0, False))
+        return nbytes, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +234,11 @@ def describe(machine: Machine) -> dict[str, str]:
         f"{format_bytes(machine.host_bytes)}, {format_bytes(machine.host_available)} available"
     )
     lock = "unlimited" if machine.memlock is None else format_bytes(machine.memlock)
+    more = "; then the driver refused" if machine.pinned[1] else ""
     # CUDA pins through its driver, which that limit does not hold.
     lines["pinned memory"] = (
         f"{format_bytes(pinnable(machine))} can be pinned now, of at most {pinned_limit(machine)} "
-        f"GiB ({PINNED_LIMIT}); what is more stays in pageable memory; ulimit -l: {lock}"
+        f"GiB ({PINNED_LIMIT}){more}; what is more stays in pageable memory; ulimit -l: {lock}"
     )
     if machine.wsl:
         lines["Windows"] = (
@@ -272,7 +284,9 @@ def gpu_share(machine: Machine) -> int:
 
 def pinnable(machine: Machine) -> int:
     """Returns the bytes of experts that pinned host memory holds now."""
-    return min(pinned_limit(machine) << 30, machine.host_available)
+    nbytes, refused = machine.pinned
+    most = min(pinned_limit(machine) << 30, machine.host_available)
+    return min(most, nbytes) if refused else most
 
 
 def pinned_limit(machine: Machine) -> int:
@@ -549,6 +563,7 @@ def probe() -> dict[str, Any]:
             device = jax.devices()[0]
             if device.platform == "gpu":
                 found["link"] = link_rate(device)
+                found["pinned"] = pin_pieces(host_available_bytes() * 3 // 4)
         except Exception as error:  # what jax cannot do here is the answer
             said.append(str(error) or type(error).__name__)
     said += [str(warning.message) for warning in warned if "jax" in str(warning.filename)]
@@ -565,6 +580,39 @@ def link_rate(device: jax.Device) -> float:
         jax.block_until_ready(jax.device_put(source, SingleDeviceSharding(device)))
         times.append(time.perf_counter() - began)
     return PROBED_BYTES / min(times)
+
+
+def pin_pieces(most: int) -> tuple[int, bool]:
+    """Pins host memory through the driver, not jax's pool, and frees it again.
+
+    - `most`: bytes after which no more are tried.
+
+    Returns the bytes that were pinned, and whether the driver refused more.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    pieces: list[ctypes.c_void_p] = []
+    failed = (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), 0)
+        or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or cuda.cuCtxSetCurrent(context)
+    )
+    refused, until = False, time.perf_counter() + PINNING_SECONDS
+    while not (failed or refused) and time.perf_counter() < until:
+        if (len(pieces) + 1) * PINNED_PIECE > most:
+            break
+        piece = ctypes.c_void_p()
+        size = ctypes.c_size_t(PINNED_PIECE)
+        refused = cuda.cuMemHostAlloc(ctypes.byref(piece), size, 0) != 0
+        if not refused:
+            pieces.append(piece)
+    for piece in pieces:
+        cuda.cuMemFreeHost(piece)
+    return len(pieces) * PINNED_PIECE, refused
 
 
 def _describe_device(device: jax.Device) -> dict[str, Any]:

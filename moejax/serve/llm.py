@@ -56,7 +56,7 @@ from moejax.serve.generation import (
 from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
-from moejax.start.decide.store_choice import by_copies, estimate_store, store_builder
+from moejax.start.decide.store_choice import by_copies, estimate_arrays, store_builder
 from moejax.start.decide.transfers import cache_of, stored_versions
 from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords
@@ -107,7 +107,8 @@ class LLM:
             options.runtime.device,
             options.runtime.threads,
             kernels=bool({"auto", *KERNELS} & {*settings.ops.values()}),
-            store=estimate_store(settings),
+            arrays=estimate_arrays(settings),
+            kept=options.memory.swap_space,
         )
         let_children_end()
         if options.memory.kv_dir is not None:

@@ -71,10 +71,14 @@ def test_the_cap_on_pinned_memory_is_the_machine_s_in_gib():
     assert pinned_gib(16 << 30) == 64  # jax's own, which a smaller machine keeps
 
 
-def test_the_cap_keeps_jax_from_doubling_a_store_that_then_does_not_fit():
-    store = 54 << 30
-    assert pinned_gib(96 << 30, 90 << 30, store) == 96
-    assert pinned_gib(96 << 30, 60 << 30, store) == pinned_gib(62 << 30, None, store) == 58
+def test_the_cap_is_the_experts_and_4_gib():
+    arrays = [54 << 30]
+    assert pinned_gib(96 << 30, 90 << 30, arrays) == pinned_gib(96 << 30, None, arrays) == 58
+    assert pinned_gib(96 << 30, 90 << 30, arrays, 4 << 30) == 62  # KV that leaves the device
+    assert pinned_gib(96 << 30, 59 << 30, arrays, 4 << 30) == 57  # 2 GiB are left
+    assert pinned_gib(96 << 30, 50 << 30, arrays) == 55
+    assert pinned_gib(96 << 30, 90 << 30, [54 << 30, 14 << 30]) == 64 + 14 + 4
+    assert pinned_gib(96 << 30, 90 << 30, [1 << 30]) == 96  # later models may be larger
 
 
 def test_wsl_gets_the_asynchronous_allocator(monkeypatch, tmp_path):

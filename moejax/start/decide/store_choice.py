@@ -79,18 +79,21 @@ def by_copies(settings: Settings, platform: str) -> Settings | None:
     return found
 
 
-def estimate_store(settings: Settings) -> int:
-    """Returns the bytes of the model's experts in pinned memory, by its config alone; 0 if it does
-    not say, or if they are elsewhere."""
+def estimate_arrays(settings: Settings) -> tuple[int, ...]:
+    """Returns the bytes of each array of experts that a start may allocate in pinned memory, in
+    that order, by the model's config alone; () if it does not say, or if experts are elsewhere."""
     if settings.options.memory.store.name != "memory":
-        return 0
+        return ()
     model = settings.options.model.model
     try:
         found = model_directory(model, config_only=True)
         config = load_config(os.path.dirname(found) if is_hub_id(model) else found)
         itemsize = 4 if settings.options.model.dtype in ("float", "float32") else 2
-        versions = settings.of_model(*config.expert_layers).versions
-        records = config.slot_layout(itemsize, versions).records
+        own = tuple(config.expert_layers)
+        # A version that the checkpoint lacks is made from its own.
+        versions = dict.fromkeys((*own, *settings.of_model(*own).versions))
+        records = config.slot_layout(itemsize, tuple(versions)).records
     except ValueError:  # the load says what is wrong
-        return 0
-    return sum(record.nbytes for record in records) * sum(config.moe_layers) * config.num_experts
+        return ()
+    experts = sum(config.moe_layers) * config.num_experts
+    return tuple(record.nbytes * experts for record in records)

@@ -252,11 +252,41 @@ def test_an_rtx_5090_where_16_gib_can_be_pinned():
     assert judge(machine) == []
     little = dataclasses.replace(machine, host_available=16 << 30)
     limited = dataclasses.replace(machine, environment={doctor.PINNED_LIMIT: "16"})
-    for each, limit in ((little, 128), (limited, 16)):
+    refused = machine.backend | {"pinned": [16 << 30, True]}
+    refuses = dataclasses.replace(machine, backend=refused)
+    for each, limit in ((little, 128), (limited, 16), (refuses, 128)):
         said = describe(each)["pinned memory"]
         assert said.startswith(f"16 GiB can be pinned now, of at most {limit} GiB")
         assert "what is more stays in pageable memory" in said
+        assert ("then the driver refused" in said) == (each is refuses)
     assert "leaves little" in judge(limited)[0].what
+
+
+class Driver:
+    """libcuda, which pins so many pieces."""
+
+    cuInit = cuDeviceGet = cuDevicePrimaryCtxRetain = cuCtxSetCurrent = lambda self, *_: 0
+
+    def __init__(self, pieces):
+        self.pieces = self.free = pieces
+
+    def cuMemHostAlloc(self, piece, size, flags):
+        assert size.value == doctor.PINNED_PIECE and flags == 0
+        self.free -= 1
+        return 2 * (self.free < 0)
+
+    def cuMemFreeHost(self, piece):
+        self.pieces -= 1
+
+
+@pytest.mark.parametrize(("most", "found"), [(40, (16, True)), (10, (10, False)), (0, (0, False))])
+def test_memory_is_pinned_until_the_driver_refuses(monkeypatch, most, found):
+    driver = Driver(16)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: driver)
+    nbytes, refused = doctor.pin_pieces((most << 30) + 5)
+    assert (nbytes >> 30, refused) == found and driver.pieces == 16 - found[0]  # given back
+    monkeypatch.setattr(doctor, "PINNING_SECONDS", -1)
+    assert doctor.pin_pieces(1 << 40) == (0, False)
 
 
 OLD_PTXAS = """\

@@ -12,6 +12,7 @@ from moejax import LLM, SamplingParams
 from moejax.cache import checked_folder
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
+from moejax.evaluate.gpu_check import VERSIONS, shape_checks
 from moejax.models.config import parse_config
 from moejax.start import build, kernels, whole_step
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
@@ -38,10 +39,20 @@ def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
     return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
 
 
-def test_a_start_needs_what_it_runs():
-    """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
+def test_a_start_needs_what_it_runs(repository):
+    """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it. Pages say how many
+    checks that is, and how many `moejax check-gpu` makes."""
     needed = start_checks(steps(), 24 * GiB)
-    assert len(needed) == 66
+    page = (repository / "docs/how-to/gpu.md").read_text()
+    counts = re.search(
+        r"A start of Qwen3-30B-A3B needs (\d+).*\smakes (\d+),.*\sfirst (\d+)", page, re.S
+    )
+    made = shape_checks(["qwen3-30b-a3b"], ["bfloat16"])
+    dense = shape_checks(["qwen3-30b-a3b"], ["bfloat16"], versions=VERSIONS[:1])
+    assert [*map(int, counts.groups())] == [len(needed), len(made), len(dense)]
+    assert {check.key for check in needed} <= {check.key for check in dense}
+    results = (repository / "docs/research/benchmarks.md").read_text()
+    assert f"{len(needed)} of {len(needed)} within tolerance" in results
     # A smaller arena: what reads both is checked at either width, what reads pages at one.
     needed = start_checks(steps(), 2 * GiB)
     assert {check.op for check in needed if check.wide} == {
