@@ -62,14 +62,17 @@ def _run(args: argparse.Namespace) -> int:
 
     with start_llm(args, options) as llm:
         path = cost_file(identity(llm.plan.steps))
-        measured = args.force or not os.path.exists(path)
+        before = os.stat(path).st_mtime_ns if os.path.exists(path) else None
         model = cost_model_for(llm, force=args.force, report=report)
+        measured = not os.path.exists(path) or os.stat(path).st_mtime_ns != before
     if args.json:
         print(json.dumps({"file": str(path), **model.to_json()}, indent=2))
         return 0
     sizes = ", ".join(f"{value} {name}" for name, value in model.about["sizes"].items())
     print(f"{args.model}: {sizes}")
     print(f"{model.about['device']}, jax {model.about['jax']}, driver {model.about['driver']}")
+    if (others := model.about.get("others")) is not None:
+        print(f"other programs took {others:.0%} of the processors meanwhile")
     costs = {f"decode of {rows}": cost for rows, cost in sorted(model.decode.items())}
     costs["prefill"] = model.prefill
     parts = [field.name for field in dataclasses.fields(model.prefill)]

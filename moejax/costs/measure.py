@@ -22,11 +22,13 @@ from host_offload.queue.transfer import Load, Source, Transfer
 from host_offload.sizing.cost_model import CostModel, StepCost, Work, fit_costs
 from moejax.costs.cpu_costs import cpu_expert_costs, median_s
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.other_programs import ProcessorWatch, is_busy
 from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.executor import Executor
 from moejax.step.step_parts import DECODE_TILE
+from pallas_kernels.paged_attention import SPAN
 
 log = logging.getLogger("moejax")
 
@@ -39,7 +41,7 @@ SECONDS = 25.0
 LEAST_ROUNDS = 3
 
 LONG = 512
-"""Tokens of a long prompt, if the longest sequence has room for them."""
+"""Most tokens of a long prompt."""
 
 COPY_RATE, COPIED, COPY_ROUNDS = 2e9, 64 << 20, 5
 """Bytes per second of the copy that steps are measured beside, bytes of one of its transfers, and
@@ -53,13 +55,20 @@ def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> 
     - `runner`: a runner that has run nothing.
     - `report`: called with the current activity.
 
-    Raises UserError for an arena that is too small. If the costs cannot be kept, it only warns.
+    Raises UserError for an arena that is too small. If the costs cannot be kept, or if other
+    programs took much of the processors, it only warns.
     """
     log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
     model = measure(runner, report=report)
     about = identity(runner.steps)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     model = dataclasses.replace(model, about={**about, **model.about, "created": now})
+    if is_busy(others := model.about["others"]):
+        log.warning(
+            "while costs were measured, other programs took %.0f%% of the processors: times will "
+            "be predicted too long; a start on a quiet machine measures again",
+            100 * others,
+        )
     try:
         write_cost_model(cost_file(about), model)
     except UserError as error:
@@ -96,13 +105,13 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
         swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
         say("compiling")
         _round(forced, cases, 1, {}, {})  # is not kept
-        started = time.perf_counter()
+        started, watch = time.perf_counter(), ProcessorWatch()
         for number in range(1, ROUNDS + 1):
             if number > LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
             say(f"round {number} of {ROUNDS}")
             _round(forced, cases, STEPS, decoded, swept)
-        figures = _figures(runner, decoded, swept)
+        others, figures = watch.others(), _figures(runner, decoded, swept)
         if runner.steps.owned:
             say("beside a queue")
             plain = [c for c in decoded if c == Case(1, c.active)]
@@ -119,6 +128,7 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
         link_per_byte=1 / link_rate,
         cpu_expert=cpu_expert_costs(runner),
         about={
+            "others": others,
             "sizes": {
                 "layers": sum(config.moe_layers),
                 "experts": config.num_experts,
@@ -143,10 +153,12 @@ def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swep
 
 
 def _long_prompt(runner: Executor) -> int:
-    """Returns the tokens of a long prompt, at most half of the longest sequence."""
+    """Returns the tokens of a long prompt, whose steps attend to more than one span; 0 where no
+    sequence has room for that."""
     shapes = runner.shapes
-    longest = shapes.blocks * runner.layout.page.block_size
-    return min(LONG, longest // 2, shapes.prefill_chunks * shapes.chunk)
+    longest = shapes.blocks * runner.layout.page.block_size - (WARM + STEPS + 1 + SLACK)
+    found = min(LONG, longest, shapes.prefill_chunks * shapes.chunk)
+    return found if found >= SPAN else 0
 
 
 def _most_pages(runner: Executor) -> int:
@@ -169,7 +181,7 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
         most = min(experts, rows * k)
         counts = {k, most, *(n for n in powers if k < n < most)}
         found += [Case(rows, active) for active in sorted(counts) if active <= cells]
-    if (prompt := _long_prompt(runner)) >= 128:
+    if prompt := _long_prompt(runner):
         found.append(Case(min(4, shapes.rows), k, prompt=prompt))
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
     rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
@@ -203,10 +215,8 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     steps = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
     prefill_steps = {key: _median(samples) for key, samples in swept.items()}
     prefill = _fit_step([*prefill_steps.values()])
-    costs = {}
-    for bucket in shapes.buckets or (shapes.rows,):
-        alike = [case for case in steps if shapes.bucket(case.rows) == bucket and not case.watched]
-        costs[bucket] = _fit_step([steps[case] for case in alike])
+    plain = [case for case in steps if not case.watched]
+    costs = _fit_decode([(shapes.bucket(case.rows), *steps[case]) for case in plain])
     # One of them has steps that miss. Where there are hardly more experts than a token takes, no
     # step can be made that fills a few cells.
     first = costs[shapes.bucket(min(DECODE_TILE, shapes.rows))]
@@ -243,6 +253,23 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
 def _fit_step(steps: Sequence[tuple[float, Work]]) -> StepCost:
     """Returns the costs that come nearest to the (seconds, work) of steps."""
     return StepCost(*fit_costs([[1, *work] for _, work in steps], [s for s, _ in steps]))
+
+
+def _fit_decode(steps: Sequence[tuple[int, float, Work]]) -> dict[int, StepCost]:
+    """Returns the costs by executable that come nearest to the (rows of the executable, seconds,
+    work) of steps. A span costs the same in all, since only one executable has steps of rows with
+    several spans. In the others rows and spans are as many, and would share their costs."""
+    rows, kinds = sorted({rows for rows, *_ in steps}), 1 + len(Work._fields)
+    counts, span = np.zeros((len(steps), len(rows), kinds)), 1 + Work._fields.index("spans")
+    for i, (of, _, work) in enumerate(steps):
+        counts[i, rows.index(of)] = [1, *work]
+    counts[:, 0, span] = counts[:, :, span].sum(axis=1)
+    counts[:, 1:, span] = 0
+    each = counts.reshape(len(steps), -1).tolist()
+    found = fit_costs(each, [seconds for _, seconds, _ in steps])
+    costs = np.reshape(found, (len(rows), kinds))
+    costs[:, span] = costs[0, span]
+    return {of: StepCost(*cost) for of, cost in zip(rows, costs.tolist(), strict=True)}
 
 
 def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:

@@ -17,6 +17,7 @@ import jax
 
 from host_offload.sizing.cost_model import VERSION, CostError, CostModel
 from moejax.cache import cache_root, write_whole
+from moejax.costs.other_programs import is_busy, is_busy_now
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
 from moejax.step.step_parts import StepSpec
@@ -62,6 +63,15 @@ def find_cost_model(about: dict[str, Any]) -> CostModel | None:
     not be searched. Raises UserError like load_cost_model."""
     path = cost_file(about)
     return load_cost_model(path, about) if os.path.exists(path) else None
+
+
+def find_quiet_costs(about: dict[str, Any]) -> CostModel | None:
+    """Returns find_cost_model, but None for costs that were measured beside other programs, if the
+    machine is quiet now. Call it where they can be measured again."""
+    found = find_cost_model(about)
+    if found is not None and is_busy(found.about.get("others")) and not is_busy_now():
+        return None
+    return found
 
 
 def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None = None) -> CostModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -27,8 +28,11 @@ from host_offload.sizing.right_size import WorkingSet, working_sets
 from host_offload.sizing.split import Division, division_of, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
+from moejax.costs.other_programs import is_busy
 from moejax.costs.store import load_cost_model
 from moejax.errors import UserError, user_errors
+
+log = logging.getLogger("moejax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +167,11 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     the newest first.
 
     Costs in a named file may be of another device than the trace's, since routing holds for any
-    device. Raises UserError if there are no costs, and like load_cost_model.
+    device. Warns of costs that were measured on a busy machine. Raises UserError if there are no
+    costs, and like load_cost_model.
     """
     if path is not None:
-        return load_cost_model(path)
+        return _warn_if_busy(load_cost_model(path), path)
     header = trace.header
     ran = {**header.spec, "device": header.machine.get("device")}
     others = {n: ran[n] for n in ("device", "dtype", "driver") if ran.get(n) is not None}
@@ -183,13 +188,25 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     for _, _, file in sorted(found, reverse=True):
         model = load_cost_model(file)
         if not (reason := _misfit(trace, spec_of(header), model)):
-            return model
+            return _warn_if_busy(model, file)
         reasons += f"; {file} does not fit: {reason}"
     said = ", ".join(f"{name} {value}" for name, value in others.items())
     raise UserError(
         f"no costs of the trace's model ({said}) were measured on this machine: run `moejax "
         f"calibrate MODEL` with the options of the run, or name a file with --costs{reasons}"
     )
+
+
+def _warn_if_busy(model: CostModel, path: str | os.PathLike[str]) -> CostModel:
+    others = model.about.get("others") or 0.0
+    if is_busy(others):
+        log.warning(
+            "%s: other programs took %.0f%% of the processors while these costs were measured, so "
+            "predicted times are too long; `moejax calibrate --force` measures again",
+            path,
+            100 * others,
+        )
+    return model
 
 
 def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from host_offload.control.interface import Costs
 from moejax.cache import cache_root, write_whole
 from moejax.costs.measure import calibrate
-from moejax.costs.store import find_cost_model, identity
+from moejax.costs.store import find_quiet_costs, identity
 from moejax.errors import UserError
 from moejax.step.executor import Executor
 from moejax.step.step_parts import StepSpec
@@ -36,7 +36,7 @@ def activation_bytes(runner: Executor) -> int:
 def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
     """Returns the costs of these steps that policies see, kept or measured on a runner made for it.
     Raises UserError like moejax.costs.measure.calibrate."""
-    if (kept := find_cost_model(identity(steps))) is not None:
+    if (kept := find_quiet_costs(identity(steps))) is not None:
         return kept.costs()
     runner = make_runner()
     try:

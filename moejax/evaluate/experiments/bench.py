@@ -26,7 +26,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.costs.hardware import stated_costs
 from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_link_rate
-from moejax.costs.store import find_cost_model, identity
+from moejax.costs.store import find_quiet_costs, identity
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.device import select_device
 from moejax.engine.loop import Engine
@@ -356,7 +356,7 @@ def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: 
     plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset())
     plan, _ = dry_run(whole.engine_options(plain))
     with user_errors(where="costs: measure: "):
-        if find_cost_model(identity(plan.steps)) is None:
+        if find_quiet_costs(identity(plan.steps)) is None:
             with engine_bench(whole, plain, loaded, root) as bench:
                 calibrate(bench.engine.runner)
 

@@ -13,16 +13,18 @@ import pytest
 
 import moejax.serve.llm
 from host_offload.control.interface import Decision, Moment
-from host_offload.sizing.cost_model import CostModel, StepCost
+from host_offload.sizing.cost_model import CostModel, StepCost, Work
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import measure, store
+from moejax.costs import measure, other_programs, store
 from moejax.costs.store import (
     cost_file,
+    find_quiet_costs,
     identity,
     load_cost_model,
     write_cost_model,
 )
+from moejax.costs.workload_plan import _warn_if_busy
 from moejax.errors import UserError
 from moejax.serve import costs
 from moejax.serve.costs import cost_model_for
@@ -91,6 +93,43 @@ def test_costs_are_not_those_of_a_link():
     queued: Any = types.SimpleNamespace(stores=[None], steps=steps)
     with pytest.raises(UserError, match="measured without a link"):
         measure.measure(queued)
+
+
+def test_rows_and_spans_have_costs_of_their_own_in_every_executable():
+    """Steps of 8 rows have as many spans as rows; only the others have a long prompt."""
+    true = {4: StepCost(100, 50, 3, 7, 0), 8: StepCost(200, 40, 3, 9, 0)}
+    work = {
+        4: [Work(1, 1, 4), Work(4, 4, 8), Work(2, 2, 12), Work(3, 24, 4)],
+        8: [Work(5, 5, 8), Work(8, 8, 8), Work(6, 6, 20), Work(8, 8, 30)],
+    }
+    steps = [(rows, true[rows].seconds(one), one) for rows in true for one in work[rows]]
+    for rows, cost in measure._fit_decode(steps).items():
+        asked = Work(rows, 3 * rows, 9)
+        assert cost.seconds(asked) == pytest.approx(true[rows].seconds(asked))
+
+
+def test_costs_measured_beside_others_are_measured_again_on_a_quiet_machine(monkeypatch, caplog):
+    model = dataclasses.replace(MODEL, about=ABOUT | {"others": 0.4})
+    write_cost_model(cost_file(ABOUT), model)
+    monkeypatch.setattr(store, "is_busy_now", lambda: True)
+    assert find_quiet_costs(ABOUT) == model
+    monkeypatch.setattr(store, "is_busy_now", lambda: False)
+    assert find_quiet_costs(ABOUT) is None
+    _warn_if_busy(model, "costs.json")
+    assert "costs.json: other programs took 40% of the processors" in caplog.text
+    write_cost_model(cost_file(ABOUT), dataclasses.replace(MODEL, about=ABOUT | {"others": 0.1}))
+    assert find_quiet_costs(ABOUT) is not None
+
+
+def test_the_share_of_other_programs(monkeypatch):
+    clock_busy_own = iter([(0.0, 10.0, 1.0), (2.0, 13.0, 2.0), None])
+    monkeypatch.setattr(other_programs, "_processor_times", lambda: next(clock_busy_own))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    watch = other_programs.ProcessorWatch()
+    assert watch.others() == (3 - 1) / (2 * 4)
+    assert watch.others() is None and not other_programs.is_busy(None)
+    monkeypatch.undo()
+    assert 0 <= (other_programs.ProcessorWatch().others() or 0) <= 1
 
 
 @dataclasses.dataclass(frozen=True)
