@@ -65,6 +65,17 @@ def test_recorded_routing_counts(tmp_path, capsys):
     assert "the trace is of 48 MoE layers" in capsys.readouterr().err
 
 
+def test_info_and_plan_hold_the_same_experts_in_a_memory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(FILES["Qwen3-30B-A3B"]))
+    asked = [str(tmp_path / "config.json"), "--memory", "24GiB", "--batch", "2", "--json"]
+    asked += ["--context", "1024"]
+    assert main(["info", *asked]) == 0
+    (fit,) = json.loads(capsys.readouterr().out)["fits"]
+    assert main(["plan", *asked, "--gpu", "rtx4090", "--prompt-tokens", "64"]) == 0
+    (device, *_) = json.loads(capsys.readouterr().out)
+    assert 0 < device["resident"] == fit["resident_share"] < 1
+
+
 def test_the_table_says_what_it_knows(capsys):
     assert main(["plan", "demo", "--gpu", "rtx4090", "--batch", "1", "--context", "128"]) == 0
     shown = capsys.readouterr().out

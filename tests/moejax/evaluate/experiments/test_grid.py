@@ -2,6 +2,7 @@
 a grid that was stopped anywhere ends as an undisturbed one."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -66,6 +67,20 @@ def compilations():
     return log
 
 
+@pytest.fixture
+def found_on_disk():
+    """Grows by one entry with every executable that jax finds in its cache on disk."""
+    log = []
+
+    def listen(event, **_):
+        if event == "/jax/compilation_cache/cache_hits":
+            log.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    yield log
+    jax.monitoring.unregister_event_listener(listen)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(home, compilations):
     return moejax.ablate(home / "grid.yaml", home / "undisturbed", progress=False)
@@ -125,8 +140,12 @@ def test_one_start_compiles_for_all_cells(undisturbed):
     assert {row["compiled"] for row in undisturbed.of_mode("measured")} == {0}
 
 
-def test_an_end_anywhere_changes_nothing(undisturbed, home, compilations):
-    """The file of records cut at any byte is what kill -9 leaves."""
+def test_an_end_anywhere_changes_nothing(
+    undisturbed, home, compilations, found_on_disk, monkeypatch, capsys
+):
+    """The file of records cut at any byte is what kill -9 leaves. The rest finds its executables in
+    the cache, and says in a log how far it is."""
+    monkeypatch.setattr("moejax.progress.LINE_S", 0.0)
     whole = (undisturbed.directory / RECORDS).read_bytes()
     target = home / "cut"
     moejax.ablate  # noqa: B018  loaded
@@ -134,9 +153,14 @@ def test_an_end_anywhere_changes_nothing(undisturbed, home, compilations):
     for name in ("experiment.json", "sessions.jsonl"):
         (target / name).write_bytes((undisturbed.directory / name).read_bytes())
     (target / RECORDS).write_bytes(whole[: int(len(whole) * 0.6)])
-    found = moejax.ablate(home / "grid.yaml", target, progress=False)
+    found = moejax.ablate(home / "grid.yaml", target)
     assert equal_part(found.rows) == equal_part(undisturbed.rows)
     assert len(found.sessions) == 2
+    assert found_on_disk
+    *_, last = re.findall(
+        r"^runs: (\d+) of (\d+), about \d+ min left$", capsys.readouterr().err, re.M
+    )
+    assert last == (str(len(found.rows)), str(len(found.rows)))
     # A grid that is done starts nothing.
     before = len(compilations)
     again = moejax.ablate(home / "grid.yaml", target, progress=False)

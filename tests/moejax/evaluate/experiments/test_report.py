@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -261,6 +262,27 @@ def test_the_page_needs_nothing_else(records, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.slow
+def test_wide_tables_scroll_inside_their_box_on_a_phone(records, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    page, *_ = write_report(records, tmp_path)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        opened = browser.new_page(viewport={"width": 400, "height": 800})
+        opened.goto(page.as_uri())
+        assert opened.evaluate("document.documentElement.scrollWidth") <= 400
+        boxes = opened.locator(".scroll")
+        sizes = boxes.evaluate_all("all => all.map(b => [b.scrollWidth, b.clientWidth])")
+        assert any(inside > shown for inside, shown in sizes)
+        boxes.first.evaluate("box => box.scrollBy(50, 0)")
+        assert boxes.first.evaluate("box => box.scrollLeft") == 50
+        browser.close()
+
+
 def test_plots_have_intervals_and_every_bound(records):
     (panel,) = panels(records)
     plots = {plot.name: plot for plot in plots_of(panel)}
