@@ -186,8 +186,7 @@ class MapRows(NamedTuple):
     """float16[n, L, E]: each layer sums to 1."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StagedTransfer:
+class StagedTransfer(NamedTuple):
     """A staged transfer, from its issue on. Steps are numbers of engine steps."""
 
     layer: int

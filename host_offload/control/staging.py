@@ -10,8 +10,8 @@ import numpy as np
 
 from host_offload.control.interface import Spec, Stage, StagedTransfer
 from host_offload.control.transfers import TransferLedger, Wanted
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import Entry, Residency
-from pallas_kernels.plan.victim import victim_key
 
 
 def last_used(tables: Residency) -> np.ndarray:
@@ -23,26 +23,6 @@ def last_used(tables: Residency) -> np.ndarray:
     found = np.full_like(tables.address, -1)
     found[layer, expert] = tables.last_used[layer, cell]
     return found
-
-
-def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
-    """(cell, owner; −1: free) of all cells of the layer and version, in the order of eviction: free
-    cells, then in the order in which the layer's next reference would evict their owners (plan's
-    order: victim key, last use, expert id, cell)."""
-    cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
-    owners = tables.owner[layer, cells]
-    free, held, owner = cells[owners < 0], cells[owners >= 0], owners[owners >= 0]
-    last_used = tables.last_used[layer, held]
-    key = victim_key(
-        # The clock of the next reference, at which plan would compute it.
-        tables.clock[layer] + np.int32(1) - last_used,
-        tables.frequency[layer, owner],
-        tables.prior[layer, owner],
-        tables.victim_weights,
-    )
-    order = np.lexsort((held, owner, last_used, key))
-    found = [(cell, -1) for cell in free.tolist()]
-    return found + list(zip(held[order].tolist(), owner[order].tolist(), strict=True))
 
 
 def first_room(

@@ -247,11 +247,11 @@ class TransferLedger(abc.ABC):
         transfer = flight.transfer
         place = transfer.layer, transfer.expert
         if not done:
-            transfer = dataclasses.replace(transfer, skipped=True)
+            transfer = transfer._replace(skipped=True)
             self.count(transfer.cause, "skipped")
             self._log(transfer)
         else:
-            transfer = dataclasses.replace(transfer, published=transfer.issued)
+            transfer = transfer._replace(published=transfer.issued)
             self.count(transfer.cause, "done")
             self.count(transfer.cause, "bytes", transfer.bytes)
             for queue in self._queues.values():
@@ -310,7 +310,7 @@ class TransferLedger(abc.ABC):
             if transfer.published > step or (same_step and not flight.between_layers):
                 continue
             if active[place] and not missed[place]:
-                transfer = dataclasses.replace(transfer, first_use=step)
+                transfer = transfer._replace(first_use=step)
             elif same_step or not (active[place] or tables.address[place] < 0):
                 continue
             del self._unused[place]

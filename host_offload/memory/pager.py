@@ -38,6 +38,34 @@ def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Re
     return tables._replace(**place(resident).contents)
 
 
+def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
+    """(cell, owner; −1: free) of all cells of the layer and version, in the order of eviction: free
+    cells, then in the order in which the layer's next reference would evict their owners (plan's
+    order: victim key, last use, expert id, cell)."""
+    tables_of = tables.cell_row, tables.cell_version, tables.owner
+    free, held, owners = [], [], []
+    for cell, (row, of, owner) in enumerate(
+        zip(*(t[layer].tolist() for t in tables_of), strict=True)
+    ):
+        if row < 0 or of != version:
+            continue
+        if owner < 0:
+            free.append((cell, -1))
+        else:
+            held.append(cell)
+            owners.append(owner)
+    last_used = tables.last_used[layer, held]
+    key = victim_key(
+        # The clock of the next reference, at which plan would compute it.
+        tables.clock[layer] + np.int32(1) - last_used,
+        tables.frequency[layer, owners],
+        tables.prior[layer, owners],
+        tables.victim_weights,
+    )
+    order = sorted(zip(key.tolist(), last_used.tolist(), owners, held, strict=True))
+    return free + [(cell, owner) for *_, owner, cell in order]
+
+
 class Pager:
     """Owns tables and pages experts in them, all layers in one call or layer by layer.
 
@@ -46,8 +74,6 @@ class Pager:
 
     def __init__(self, tables: Residency, versions: int = 1):
         self.tables, self.versions = tables, versions
-        self._all = slice(0, len(tables.clock))
-        self._rows = np.arange(len(tables.clock))[:, None]
 
     def copy(self) -> Residency:
         """Returns a copy of the tables."""
@@ -102,19 +128,15 @@ class Pager:
         - `active`: bool[M, E].
         - `layer`: the one layer, M = 1; None: all layers.
         """
-        span = self._all if layer is None else slice(layer, layer + 1)
-        table = self.tables._replace(
-            **{name: value[span] for name, value in zip(_BY_LAYER, self.tables, strict=False)}
-        )
-        clock = table.clock
+        if layer is not None:
+            return self._reference_layer(active[0], layer)
+        table, clock = self.tables, self.tables.clock
         clock += 1
         missing = active & (table.address < 0)
         hits = active ^ missing
         owned = table.owner >= 0
-        # Plain indexing: np.take_along_axis takes five times as long for one layer.
-        row = self._rows[: len(active)]
-        current = owned & (table.cell_row == table.address[row, table.owner])
-        pinned = current & active[row, table.owner]
+        current = owned & (table.cell_row == np.take_along_axis(table.address, table.owner, 1))
+        pinned = current & np.take_along_axis(active, table.owner, 1)
         # A missing expert is computed in its fill version, with or without a cell.
         fill_version = table.fill_version
         read = np.where(fill_version >= 0, fill_version, -1 - fill_version)
@@ -131,16 +153,55 @@ class Pager:
         fills = count(filled, axis=1)
         return Referenced(count(hits, axis=1), fills, count(missing, axis=1) - fills, missing)
 
+    def _reference_layer(self, active: np.ndarray, layer: int) -> Referenced:
+        """reference of one layer's bool[E]. In Python's numbers, since each call of numpy takes as
+        long as all of a layer's experts."""
+        tables = self.tables
+        address, owner, row = (
+            table[layer].tolist() for table in (tables.address, tables.owner, tables.cell_row)
+        )
+        needed = np.flatnonzero(active).tolist()
+        missing = [expert for expert in needed if address[expert] < 0]
+        pinned = {
+            cell
+            for cell, expert in enumerate(owner)
+            if expert >= 0 and active[expert] and row[cell] == address[expert]
+        }
+        wants: dict[int, list[int]] = {}
+        for expert in missing:
+            version = int(tables.fill_version[layer, expert])
+            tables.version[layer, expert] = version if version >= 0 else -1 - version
+            if version >= 0:
+                wants.setdefault(version, []).append(expert)
+        fills = []
+        for version, experts in wants.items():
+            order = (cell for cell, _ in rank_cells(tables, layer, version) if cell not in pinned)
+            fills += zip(experts, order, strict=False)
+        tables.clock[layer] += 1
+        for expert, cell in fills:
+            if (old := owner[cell]) >= 0 and address[old] == row[cell]:
+                tables.address[layer, old] = -1
+            tables.owner[layer, cell] = expert
+            tables.address[layer, expert] = row[cell]
+        used = [*pinned, *(cell for _, cell in fills)]
+        tables.last_used[layer, used] = tables.clock[layer]
+        tables.frequency[layer] += active
+        absent = np.zeros((1, len(active)), bool)
+        absent[0, missing] = True
+        counts = len(needed) - len(missing), len(fills), len(missing) - len(fills)
+        hits, filled, read_through = (np.array([count]) for count in counts)
+        return Referenced(hits, filled, read_through, absent)
+
     def _candidates(self, table: Residency, owned: np.ndarray, pinned: np.ndarray) -> np.ndarray:
         """Returns int64[M, C], each layer's cells in the order in which misses take them. Cells
         that cannot be taken are last, as −1."""
-        owner, row = table.owner, self._rows[: len(table.owner)]
+        owner = table.owner
         # A term of weight zero needs no logarithm.
         recency, frequency, prior = table.victim_weights.tolist()
         key = victim_key(
             table.clock[:, None] - table.last_used if recency else np.int32(1),
-            table.frequency[row, owner] if frequency else np.int32(0),
-            table.prior[row, owner] if prior else np.zeros_like(owner),
+            np.take_along_axis(table.frequency, owner, 1) if frequency else np.int32(0),
+            np.take_along_axis(table.prior, owner, 1) if prior else np.zeros_like(owner),
             table.victim_weights,
         )
         free = (table.cell_row >= 0) & ~pinned
@@ -150,7 +211,7 @@ class Pager:
         second = np.where(owned, table.last_used, 0)
         third = owner.astype(np.int64) * columns + np.arange(columns)
         order = np.lexsort((third, second, first), axis=1)
-        return np.where(free[row, order], order, -1)
+        return np.where(np.take_along_axis(free, order, 1), order, -1)
 
     def _fill(
         self,
@@ -193,6 +254,8 @@ class Pager:
         Returns int32[S], 1 for each entry that was carried out.
         """
         done = np.zeros(len(entries), np.int32)
+        if not entries:
+            return done
         busy: dict[int, np.ndarray] = {}
         staged: set[tuple[int, int]] = set()
         tables = self.tables
@@ -223,5 +286,4 @@ class Pager:
         return done
 
 
-_BY_LAYER = Residency._fields[:-1]
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max

@@ -58,7 +58,11 @@ class Directory(NamedTuple):
 
     def _trim(self, cells: int) -> Directory:
         """Trims to `cells` experts in the cache, and in T1 and B1, and twice that in all lists."""
-        now = self
+        now, held = self, len(self.once) + len(self.often)
+        gone = len(self.gone_once) + len(self.gone_often)
+        few = held <= cells and len(self.once) + len(self.gone_once) <= cells
+        if few and held + gone <= 2 * cells and self.aim <= cells:
+            return self
         while len(now.once) + len(now.often) > cells:
             now = now._evict()
         gone_once = now.gone_once[max(len(now.once) + len(now.gone_once) - cells, 0) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,12 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.eviction.arc import Directory
-from host_offload.policies.prefetch.next_layers import gate_scores, rank_chosen, stages_of
+from host_offload.policies.prefetch.next_layers import (
+    distinct,
+    gate_scores,
+    rank_chosen,
+    stages_of,
+)
 
 
 class Cached(NamedTuple):
@@ -74,7 +80,7 @@ class Fate:
     def decide(self, state: Cached, seen: Observation) -> tuple[Cached, Decision]:
         if seen.moment == Moment.STEP_BEGIN:
             return self._grant(state, seen.cells)
-        state = _reference(state, seen.layer, np.unique(seen.ids), seen.cells)
+        state = _reference(state, seen.layer, distinct(seen.ids), seen.cells)
         prior, layer = state.prior, seen.layer + 1
         if layer == len(state.router):
             return state, Decision(prior=prior, stages=())
@@ -98,15 +104,15 @@ class Fate:
         return state, Decision()
 
 
-def _reference(state: Cached, layer: int, experts: np.ndarray, cells: np.ndarray) -> Cached:
+def _reference(state: Cached, layer: int, experts: Sequence[int], cells: np.ndarray) -> Cached:
     """The state after a layer's references, lower ids first."""
     if not cells[layer]:
         return state
     directory = state.layers[layer]
-    for expert in experts.tolist():
+    for expert in experts:
         directory = directory.reference(expert, int(cells[layer]))
-    prior = state.prior.copy()
+    prior, order = state.prior.copy(), directory.order()
     prior[layer] = 0
-    prior[layer, list(directory.order())] = 1 + np.arange(len(directory.order()))
+    prior[layer, list(order)] = range(1, len(order) + 1)
     layers = (*state.layers[:layer], directory, *state.layers[layer + 1 :])
     return state._replace(layers=layers, prior=prior)

@@ -49,15 +49,13 @@ class Fitted:
 
     def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
         """A layer's arrays, of arrays named LAYER.NAME; empty without any."""
-        if layer not in self._by_layer:
-            self._by_layer[layer] = of_layer(self.arrays, layer)
-        return self._by_layer[layer]
+        return self._by_layer.get(layer, {})
 
     @functools.cached_property
     def _by_layer(self) -> dict[int, dict[str, np.ndarray]]:
-        return {}
+        return {layer: of_layer(self.arrays, layer) for layer in range(self.model[0])}
 
-    @property
+    @functools.cached_property
     def all_settings(self) -> dict[str, Any]:
         return json.loads(self.settings)
 

@@ -57,7 +57,7 @@ class MixtralOffloading:
     def decide(self, state: Buffered, seen: Observation) -> tuple[Buffered, Decision]:
         absent = seen.state == State.ABSENT
         speculated = state.speculated & ~absent
-        speculated[seen.layer, np.unique(seen.ids)] = False
+        speculated[seen.layer, seen.ids] = False
         chosen: list[int] = []
         layer = seen.layer + 1
         if layer < len(state.router) and len(seen.gate_input):

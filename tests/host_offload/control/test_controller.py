@@ -20,8 +20,9 @@ from host_offload.control.interface import (
     StagedTransfer,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import first_room, rank_cells
+from host_offload.control.staging import first_room
 from host_offload.control.step_record import LinkUse, StepRows
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.eviction_names import EVICTION
 from pallas_kernels.plan import Tables, plan

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
-from host_offload.control.staging import rank_cells
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
 from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation, Spec, State
-from host_offload.control.staging import first_room, rank_cells
+from host_offload.control.staging import first_room
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch import moe_infinity, promoe, training

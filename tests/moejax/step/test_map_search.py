@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import MapSearch
-from host_offload.control.staging import rank_cells
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import Residency, Tables
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.map_store import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, MapSearch, Moment, Observation, Spec
-from host_offload.control.staging import rank_cells
+from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import Entry, Residency
 from host_offload.policies.prefetch.expert_map import expert_map_policy
 from host_offload.policies.prefetch.expert_map.expert_map_policy import MapPolicy
