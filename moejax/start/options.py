@@ -251,10 +251,11 @@ class PolicyOptions:
     )
     resize: str = same_bits(
         "whether memory moves between experts and KV while requests run: none; peak_headroom, KV "
-        "gets its recent peak and 10%; mv_wsa, a byte is worth the same to both; joint, also "
-        "chooses how many sequences run, for the most tokens a second (default: none)",
+        "gets its recent peak and 10%; right_size, experts get what earlier turns of the running "
+        "users needed; mv_wsa, a byte is worth the same to both; joint, also chooses how many "
+        "sequences run, for the most tokens a second (default: none)",
         default="none",
-        convert=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
+        convert=_word("resize", "none", "peak_headroom", "right_size", "mv_wsa", "joint"),
     )
 
 

@@ -10,6 +10,7 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
+from host_offload.policies.budget.user_caps import UserCaps
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import PREFIX, placement_policy, with_placement
 from host_offload.policies.precision.dynaexq import DynaExq
@@ -68,7 +69,8 @@ def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]
         kv_miss = options.memory.kv_overflow
         moving = (MvWsa(allocation=cells.rule, kv_miss=kv_miss, trace=cells.split),)
     elif resize != "none":
-        moving = (PeakHeadroom() if resize == "peak_headroom" else JointBudget(),)
+        evenly = {"peak_headroom": PeakHeadroom, "right_size": UserCaps, "joint": JointBudget}
+        moving = (evenly[resize](),)
     elif cells.rule != "uniform" and cells.trace is None and cells.split is None:
         moving = (LayerCells(allocation=cells.rule),)  # by live curves
     return *precision.policies, *moving

@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "prefetch": (None, "random", "moe-infinity", "fate", "coactivation", "layer-streaming"),
     "eviction": ("lru", "lfu", "lfru", "fifo", "global-lru"),
     "cells": ("uniform", "marginal"),
-    "resize": ("none", "none", "peak_headroom", "mv_wsa", "joint"),
+    "resize": ("none", "none", "peak_headroom", "right_size", "mv_wsa", "joint"),
     "swap_space": ("64MiB", "0"),
 }
 """Options that change no bit on one kind of processor, but for LOSSY."""

@@ -21,6 +21,7 @@ from host_offload.control.rules import (
 )
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.policies.budget.user_caps import UserCaps
 from host_offload.policies.eviction.belady import belady_of
 from host_offload.policies.eviction.eviction_names import POLICIES, with_eviction
 from host_offload.policies.prefetch import expertflow
@@ -84,6 +85,7 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
     "mv_wsa": _mv_wsa,
     "mv_wsa=train": functools.partial(_mv_wsa, trace=TRAIN),
     "peak_headroom": PeakHeadroom,
+    "right_size": UserCaps,
 }
 """Policies by name that move the line between experts and KV, in grids of conversations. MvWsa gets
 the prices and, with `train`, a trace when a run begins."""

@@ -21,6 +21,8 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
+from host_offload.policies.budget.user_caps import UserCaps
+from host_offload.sizing.coactivation_counts import coactivation_counts, predicted_use
 from host_offload.sizing.split import (
     Division,
     MissCosts,
@@ -246,6 +248,55 @@ def test_layer_cells_keeps_the_number_of_cells():
     found = run.ask(Moment.INTERVAL, ids=ids, cells=cells).cells
     assert found is not None and found.tolist() == [16, 4]
     assert run.ask(Moment.INTERVAL, ids=ids, cells=found).cells is None
+
+
+# ---- right-sizing
+
+
+def test_experts_get_the_working_set_of_the_users_that_run():
+    """WiSP, section 5.4: user 1 needs 4 experts of each layer, user 2 needs 12. A user whose first
+    turn runs gets all that KV's floor leaves; then each gets its own set, and KV the rest."""
+    run, rng = Run(UserCaps()), np.random.default_rng(0)
+    largest = division_of(TOLD).largest_cap
+
+    def step(*users: int) -> Decision:
+        ids = [np.sort(rng.permutation({1: 4, 2: 12}[u])[:2]) for u in users]
+        rows = np.array(ids, np.int16)[:, None].repeat(LAYERS, 1)
+        request = np.array([10 * u for u in users])
+        run.facts |= {"ids": rows, "user": np.array(users), "request": request}
+        return run.ask(Moment.STEP_END)
+
+    def turn(user: int) -> None:
+        for _ in range(80):
+            step(user)
+        place = Moment.TURN_END, run.step, 1, 0, 10 * user, -1, 0.0
+        seen = Observation(*place, kv_pages=run.kv_pages, **run.facts)
+        run.state, decision = run.policy.decide(run.state, seen)
+        run.kv_pages = decision.kv_pages or run.kv_pages
+
+    def cap() -> int:
+        return (4000 - run.kv_pages * 20) // 200
+
+    step(1)
+    assert cap() == largest
+    turn(1)
+    assert cap() == 4
+    step(2)
+    assert cap() == largest
+    turn(2)
+    assert cap() == 12
+    step(1)
+    assert cap() == 4
+    step(1, 2)
+    assert cap() == 12
+    assert run.policy.stats(run.state) == {"caps": {"1": 4, "2": 12}}
+    # What the co-activation predictor of the same tokens says is what is counted here.
+    ids = np.argsort(rng.gumbel(size=(200, 3, EXPERTS)) - np.arange(EXPERTS), axis=2)[..., :2]
+    use = predicted_use(coactivation_counts(ids, EXPERTS, reach=1), 2)
+    counted = np.stack(
+        [np.bincount(ids[:, layer].ravel(), minlength=EXPERTS) for layer in range(3)]
+    )
+    np.testing.assert_allclose(use, counted / counted.sum(axis=1, keepdims=True), atol=1e-6)
 
 
 # ---- the closed form, equations (8) to (10)

@@ -12,6 +12,7 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.policies.budget.user_caps import UserCaps
 from moejax import LLM, UserError
 from moejax.engine.control import control_of
 from moejax.start.options import Config
@@ -44,6 +45,7 @@ def parsed(**options):
             {"resize": "mv_wsa", "cells": "marginal", "kv_overflow": "recompute"},
             (MvWsa(allocation="marginal", kv_miss="recompute"),),
         ),
+        ({"resize": "right_size"}, (UserCaps(),)),
         ({"resize": "joint"}, (JointBudget(),)),
         ({"cells": "marginal"}, (LayerCells(allocation="marginal"),)),
         # A trace says it once; nothing moves while requests run.
@@ -63,7 +65,7 @@ def test_names_are_policies(options, policies):
     ("options", "match"),
     [
         ({"cells": "uniform,spilt=t"}, r"no setting 'spilt=t', did you mean 'split'\?; known: sp"),
-        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
+        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, right_size, mv_w"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal"),
         ({"cells": ""}, "unknown cells ''"),
         (
