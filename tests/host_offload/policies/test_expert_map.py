@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 from typing import Any
 
@@ -209,14 +210,18 @@ def test_nearer_and_likelier_goes_first(trace, told):
         assert {n for n, _ in got} == {*range(layer + 1, min(max(layer, -1) + 4, LAYERS))}
 
 
-def test_evicted_is_the_least_probability_times_frequency(trace, told):
+@pytest.mark.parametrize("printed", [False, True])
+def test_evicted_is_the_least_probability_times_frequency(trace, told, printed):
     """Property 5 of eviction: the tables' victim under the policy's weights and prior; recency
-    decides nothing."""
+    decides nothing. As printed, an expert that was never used is the first."""
     rng = np.random.default_rng(2)
     policy, state = with_maps(trace, told, distance=1)
-    decision = policy.decide(state, moment(Moment.EMBEDDED, [1]))[1]
-    tables = cold_tables(np.full(LAYERS, EXPERTS), EXPERTS)
+    policy = dataclasses.replace(policy, printed=printed)
     frequency = rng.permutation(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS).astype(np.int32)
+    if printed:
+        frequency[0, np.argmax(PROBABILITIES[1, 0])] = 0
+    decision = policy.decide(state, moment(Moment.EMBEDDED, [1], frequency=frequency))[1]
+    tables = cold_tables(np.full(LAYERS, EXPERTS), EXPERTS)
     tables = tables._replace(
         owner=np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1)),
         last_used=rng.integers(0, 90, (LAYERS, EXPERTS)).astype(np.int32),
@@ -225,7 +230,7 @@ def test_evicted_is_the_least_probability_times_frequency(trace, told):
         prior=decision.prior,
         victim_weights=np.array(policy.victim_weights, np.int32),
     )
-    order = np.argsort(PROBABILITIES[1, 0].astype(np.float64) * (1 + frequency[0]))
+    order = np.argsort(PROBABILITIES[1, 0].astype(np.float64) * (frequency[0] + (not printed)))
     assert [owner for _, owner in rank_cells(tables, 0, 0)] == order.tolist()
 
 
@@ -297,7 +302,15 @@ def test_memory_of_a_store_counts_before_it_is_full(trace, told):
     assert fitted.fitted is not None and fitted.memory(told) == fitted.fitted.nbytes
     assert dataclasses.replace(fitted, learns=True).memory(told) == 50 * row * 4
     full = walk_kinds(online, online.init(told), [0] * 50)[1]
-    assert online.stats(full)["learned_bytes"] == 50 * row * 4
+    said = online.stats(full)
+    assert said["learned_bytes"] == 50 * row * 4 and said["maps"] == 50
+    # What the paper says is needed; every step here repeats one kind, whose map is there.
+    count = LAYERS * EXPERTS
+    assert said["maps_for"] == {"75%": 2 * count, "98%": math.ceil(count / 2 * math.log(count))}
+    again = walk_kinds(online, full, [0])[1]
+    assert online.stats(again)["similarity"] == pytest.approx(1, abs=1e-3)
+    other = online.stats(walk_kinds(online, again, [5])[1])
+    assert other["similarity"] < 0.99
     assert learned_bytes([RandomPrefetch(), online], told) == 50 * row * 4
     assert learned_bytes([MoEInfinity(capacity=3)], told) == 3 * LAYERS * EXPERTS * 4
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.policies.prefetch.next_layers import stages_at
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
-from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR
+from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
 
 NAME = "expert_map"
 
@@ -42,6 +43,9 @@ class Matching(NamedTuple):
     step: int = -1
     """The step in progress."""
     searches: int = 0
+    matches: int = 0
+    similarity: float = 0.0
+    """Sum of the least similarity of each of these matches of trajectories."""
     late: int = 0
     """Searches whose result came after the layer that they were for was routed."""
 
@@ -90,9 +94,9 @@ class ExpertMap(MapPolicy):
     The nearest stored embedding predicts the first `distance` layers. After each router the nearest
     map, over the layers routed so far, predicts the layer `distance` later. The less similar the
     map, the more probability is prefetched (map_store.select_experts), likely and near experts
-    first. The least likely and least often used experts are evicted, without recency. Over the rows
-    of a step each expert has its largest probability. Needs driver="host", which gives `probs` and
-    `embedding` to the host. docs/explanation/policies.md says what differs from the paper.
+    first. The experts of least probability · (1 + frequency) are evicted, without recency. Over the
+    rows of a step each expert has its largest probability. Needs driver="host", which gives `probs`
+    and `embedding` to the host. docs/explanation/policies.md says what differs from the paper.
     """
 
     asynchronous: bool = False
@@ -101,12 +105,18 @@ class ExpertMap(MapPolicy):
     pool: bool = True
     """True: all layers share one pool of cells, the paper's cache; False: each layer has its
     own."""
+    printed: bool = False
+    """True: the experts of least probability · frequency are evicted, as the paper prints it, so
+    one that was prefetched and not used yet leaves first."""
 
     moments: frozenset[Moment] = IN_STEP | {Moment.STEP_END}
-    needs: frozenset[str] = frozenset({"embedding", "probs"})
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
     victim_weights: tuple[int, int, int] = (0, 1, 1)
     """log2(1 + frequency) + log2(probability): the product, which decides in the paper."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"embedding", "probs", *(["frequency"] if self.printed else [])})
 
     def init(self, spec: Spec) -> Matching:
         """The state with the fitted store. Raises ValueError as begin_store."""
@@ -119,12 +129,21 @@ class ExpertMap(MapPolicy):
         begun = AsynchronousMatcher(matcher) if self.asynchronous else matcher
         return Matching(begun, nothing, even, spec.top_k)
 
-    def stats(self, state: Matching) -> dict[str, int]:
+    def stats(self, state: Matching) -> dict[str, Any]:
         """Statistics: searches (moments of steps that were seen), late (results that came too late,
-        and searches that were skipped for that reason), and learned_bytes (current size)."""
+        and searches that were skipped for that reason), learned_bytes (current size), maps (in the
+        store), similarity (mean over matches of trajectories, of the least similar row), and
+        maps_for (similarity that the paper promises of a new iteration → maps for it)."""
         matcher, late = state.matcher, state.late
         late += matcher.left_out if isinstance(matcher, AsynchronousMatcher) else 0
-        return {"searches": state.searches, "late": late, "learned_bytes": matcher.nbytes}
+        return {
+            "searches": state.searches,
+            "late": late,
+            "learned_bytes": matcher.nbytes,
+            "maps": matcher.size,
+            "similarity": state.similarity / max(state.matches, 1),
+            "maps_for": covering_maps(*state.likely.shape),
+        }
 
     def decide(self, state: Matching, seen: Observation) -> tuple[Matching, Decision]:
         matcher, in_step = state.matcher, seen.moment in IN_STEP
@@ -140,12 +159,21 @@ class ExpertMap(MapPolicy):
         state = state._replace(searches=state.searches + 1, step=seen.step)
         if seen.moment == Moment.EMBEDDED:
             state = state._replace(wanted=np.zeros_like(state.wanted))
-        prior = None
         for prediction in found:
             state = _match(state, prediction, seen.layer)
-            least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
-            prior = (np.log2(np.maximum(state.likely, least)) * LOG2_UNIT).astype(np.int32)
+        prior = self._prior(state.likely, seen) if found or self.printed else None
         return state, Decision(prior=prior, stages=_queue(state.wanted, seen.layer))
+
+    def _prior(self, likely: np.ndarray, seen: Observation) -> np.ndarray:
+        """int32[L, E]: log2(probability); as printed, with a term that makes 1 + frequency in the
+        victim key the frequency."""
+        least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
+        prior = (np.log2(np.maximum(likely, least)) * LOG2_UNIT).astype(np.int32)
+        if not self.printed:
+            return prior
+        used = seen.frequency
+        prior += np.where(used > 0, log2_fixed(used) - log2_fixed(used + 1), -MAX_PRIOR)
+        return np.maximum(prior, -MAX_PRIOR)
 
 
 def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
@@ -158,7 +186,18 @@ def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
             chosen = select_experts(rows, found.scores, state.top_k)
             wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
     late = found.step != state.step or found.layers.start <= now
+    if found.layers.start:  # not by embedding
+        similarity = state.similarity + float(found.scores.min())
+        state = state._replace(matches=state.matches + 1, similarity=similarity)
     return state._replace(wanted=wanted, likely=likely, late=state.late + late)
+
+
+def covering_maps(layers: int, experts: int) -> dict[str, int]:
+    """The maps with which a new iteration finds one of at least that similarity: 2·L·E and
+    ½·L·E·ln(L·E) (section 4.4, of a minimal cover by spheres). The ½ is lost in the text that we
+    had."""
+    count = layers * experts
+    return {"75%": 2 * count, "98%": math.ceil(count * math.log(count) / 2)}
 
 
 def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:

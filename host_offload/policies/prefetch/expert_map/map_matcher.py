@@ -75,6 +75,10 @@ class MapMatcher:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.store)
 
+    @property
+    def size(self) -> int:
+        return self.store.size
+
 
 class AsynchronousMatcher:
     """A matcher on its own thread (fMoE, section 4.3, "Asynchronous expert map matching").
@@ -114,6 +118,10 @@ class AsynchronousMatcher:
     @property
     def nbytes(self) -> int:
         return self._matcher.nbytes
+
+    @property
+    def size(self) -> int:
+        return self._matcher.size
 
     def _see(self, seen: Observation) -> MapPrediction | None:
         if seen.moment in IN_STEP and seen.step < self._newest:
