@@ -13,7 +13,8 @@ NOT_SHOWN: Any = None
 
 
 class LinkUse(NamedTuple):
-    """The queue of transfers beside compute; without one nothing is ever in flight."""
+    """The queue of transfers and the second processor, both beside compute; without them all is
+    0."""
 
     link_flying: int = 0
     """Transfers that have neither arrived nor failed."""
@@ -25,6 +26,12 @@ class LinkUse(NamedTuple):
     """Transfers that failed so far."""
     link_busy_us: int = 0
     """Microseconds so far with a chunk under way."""
+    second_experts: int = 0
+    """Experts that the second processor computed so far."""
+    second_rows: int = 0
+    """Rows of those."""
+    second_us: int = 0
+    """Microseconds in which it computed them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,9 @@ class PageUse:
     link_arrived: int = NOT_SHOWN
     link_failed: int = NOT_SHOWN
     link_busy_us: int = NOT_SHOWN
+    second_experts: int = NOT_SHOWN
+    second_rows: int = NOT_SHOWN
+    second_us: int = NOT_SHOWN
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))

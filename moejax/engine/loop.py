@@ -569,7 +569,7 @@ class Engine:
         if self.drafts is not None:
             self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:
-            use = page_use(self.scheduler, self.runner.transport.totals())
+            use = page_use(self.scheduler, self.runner.link_use())
             record = step_record(step, self.runner, results, now, touched, use)
             if self.control is not None:
                 self.control.after_read(record)

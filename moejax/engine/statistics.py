@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.step_record import PageUse
+from host_offload.control.step_record import LinkUse, PageUse
 from host_offload.control.window import PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.layout import SlotLayout
@@ -24,7 +24,6 @@ from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.processor import PlacementTotals
 from moejax.step.step_parts import SecondProcessor
-from moejax.step.transports.transport import link_use
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
@@ -208,11 +207,8 @@ def _holders(scheduler: Scheduler) -> list[SequenceBlocks]:
     return [each.blocks for each in (*requests, *scheduler.sessions.all)]
 
 
-def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
-    """Returns the state of KV, queues and link as policies and traces see it.
-
-    - `totals`: counters of the transfers beside compute; None without such transfers.
-    """
+def page_use(scheduler: Scheduler, link: LinkUse) -> PageUse:
+    """Returns the state of KV, queues and link as policies and traces see it."""
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
         kv_peak=scheduler.peak_pages,
@@ -221,7 +217,7 @@ def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
         running=len(scheduler.running),
         waiting=scheduler.totals.requests,
         waiting_tokens=scheduler.totals.prompt_tokens,
-        **link_use(totals)._asdict(),
+        **link._asdict(),
     )
 
 

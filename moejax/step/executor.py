@@ -49,7 +49,7 @@ from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, ProgramKey, Pr
 from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
-from moejax.step.transports.transport import Transport, link_use
+from moejax.step.transports.transport import Transport
 from moejax.step.walk import CompiledWalk, DeviceMaps, Hooks, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
@@ -336,8 +336,19 @@ class Executor:
         return self.transport.failures(writes)
 
     def link_use(self) -> LinkUse:
-        """The present state of the queue of transfers beside compute."""
-        return link_use(self.transport.totals())
+        """The present state of the queue of transfers and of the second processor."""
+        found = LinkUse()
+        if (totals := self.transport.totals()) is not None:
+            came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
+            found = LinkUse(totals.flying, totals.bytes_left, came, totals.failed, busy)
+        if self.processor is None:
+            return found
+        second = self.processor.totals
+        return found._replace(
+            second_experts=second.experts,
+            second_rows=second.rows,
+            second_us=round(second.seconds * 1e6),
+        )
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
         """Gives experts of a layer to the second processor, see

@@ -48,9 +48,9 @@ def placement_policy(placement: str) -> PlacementPolicy:
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
     """Adds the placement of that name to the policies.
 
-    If it looks ahead, it predicts by LLaPor's networks among the policies. With buffers a hot table
-    is added too. recorded=TRACE repeats the decisions of that run. Raises ValueError as
-    placement_policy and for two ways to predict, and TraceError.
+    If it looks ahead, it predicts by LLaPor's networks among the policies, also by such that learn
+    on. With buffers a hot table is added too. recorded=TRACE repeats the decisions of that run.
+    Raises ValueError as placement_policy and for two ways to predict, and TraceError.
     """
     if placement is None:
         return policies
@@ -66,9 +66,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
         return (*policies, policy)
     if policy.predict:
         raise ValueError("prefetch learned=FILE and predict=gates both predict; leave one out")
-    if type(learned[0]) is not Learned:
-        raise ValueError("a placement needs networks that do not change: use learned=FILE")
-    policy = dataclasses.replace(policy, fitted=learned[0].fitted)
+    policy = dataclasses.replace(policy, learned=learned[0])
     if not policy.looks_ahead:
         raise ValueError(
             f"placement {policy.scheduler} prefetches nothing; leave out prefetch learned=FILE"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.step_record import LinkUse
 from host_offload.policies.placement.presched import (
     LayerPlan,
     LayerWork,
@@ -21,8 +22,8 @@ from host_offload.policies.placement.presched import (
 )
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
-from host_offload.policies.prefetch.llapor import scores
-from host_offload.policies.prefetch.next_layers import finite, gate_scores
+from host_offload.policies.prefetch.llapor import Learned, Networks, choose_routing, scores
+from host_offload.policies.prefetch.next_layers import finite, gate_scores, last_rows
 
 DISTANCE = 2
 """How many layers ahead are predicted; the second one is for Q4."""
@@ -34,20 +35,25 @@ class Placed(NamedTuple):
     """State of Placement."""
 
     costs: PlacementCosts
+    """The stated or measured ones at the start, then as the link and the second processor are."""
     record_bytes: int
     """Bytes of an expert over the link."""
     top_k: int
+    layers: int
     router: np.ndarray | None
     """float32[L, D, E] if routers predict."""
+    networks: Networks | None
+    """Those of `learned`."""
     hit: float
     """R_hit."""
+    use: LinkUse = LinkUse()
+    """The link and the second processor when the policy was last asked."""
     critical: tuple[tuple[int, int], ...] = ()
     """(layer, expert) of critical prefetches for later layers."""
     ahead: tuple[tuple[int, np.ndarray], ...] = ()
     """(layer, int[E] predicted rows) of later layers."""
     later: tuple[Stage, ...] | None = None
     """Prefetches that begin when this layer's experts are computed."""
-    layers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +61,14 @@ class PlacementPolicy:
     """Decides which processor computes a missed expert (PreScope, section 4.3; the other arms are
     in docs/explanation/prescope.md). Resident experts stay on the accelerator. Needs driver="host".
 
-    The work of a layer is known at its routing. The work of later layers is predicted by the
-    networks of `fitted` (LLaPor), by the routers on this layer's input (`predict` "gates"), or not
-    at all: then nothing is prefetched. Empty cells are filled first, whatever the rule, since
+    The work of a layer is known at its routing. The work of the next two layers is predicted by the
+    networks of `learned` (LLaPor), by the routers on this layer's input (`predict` "gates"), or not
+    at all: then nothing is prefetched. A network that is asked for two layers ahead reads the
+    routing that the one before it predicts. After the last layer come the first ones of the next
+    token, if there are networks for them. Empty cells are filled first, whatever the rule, since
     engines start cold and some rules never load. α is the time of what the link still has to bring,
-    `load` for each expert. R_hit follows how often critical prefetches were used.
+    `load` for each expert. R_hit follows how often critical prefetches were used, and costs follow
+    what the link and the second processor do (PlacementCosts.follow).
     """
 
     scheduler: str = "prescope"
@@ -68,18 +77,22 @@ class PlacementPolicy:
     load_of_link: bool = False
     """Whether a load takes the time of the stated link (Spec.link)."""
     predict: str = ""
-    """"gates"; empty: predict by `fitted`, or nothing without it."""
+    """"gates"; empty: predict by `learned`, or nothing without it."""
     hit: float = 1.0
     """R_hit at the start."""
-    fitted: Fitted | None = None
+    learned: Learned | None = None
     buffers: int | None = None
     """Cells of each layer for prefetched experts, beside a hot table (static.hot_beside_prefetches,
     a separate policy); None: residents are the experts that eviction leaves."""
 
     @property
+    def fitted(self) -> Fitted | None:
+        return None if self.learned is None else self.learned.fitted
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether it prefetches."""
-        return self.scheduler in AHEAD and bool(self.predict or self.fitted)
+        return self.scheduler in AHEAD and bool(self.predict or self.learned)
 
     @property
     def moments(self) -> frozenset[Moment]:
@@ -92,8 +105,8 @@ class PlacementPolicy:
         if {*dict(self.stated), *(["load"] if self.load_of_link else [])} < {*COSTS}:
             found.add("costs")
         if self.looks_ahead:
-            found |= {"link_bytes_left", "gate_input"}
-            found |= {"router"} if self.predict == "gates" else {"ids", "weights"}
+            found |= {*LinkUse._fields, "gate_input"}
+            found |= {"router"} if self.learned is None else self.learned.needs
         return frozenset(found)
 
     @property
@@ -102,12 +115,11 @@ class PlacementPolicy:
 
     def init(self, spec: Spec) -> Placed:
         """The state before the first step. Raises ValueError for networks of another model."""
-        if self.fitted is not None:
-            self.fitted.check(spec)
+        networks = None if self.learned is None else self.learned.networks(spec)
         sizes = max(spec.link_bytes.values(), key=np.max)
         record = int(np.max(sizes))
         costs = costs_of(self, spec, record)
-        return Placed(costs, record, spec.top_k, spec.router, self.hit, layers=spec.layers)
+        return Placed(costs, record, spec.top_k, spec.layers, spec.router, networks, self.hit)
 
     def decide(self, state: Placed, seen: Observation) -> tuple[Placed, Decision]:
         if seen.moment == Moment.LAYER_BEGIN:
@@ -116,12 +128,16 @@ class PlacementPolicy:
             return state._replace(later=None), Decision(stages=state.later)
         layer, counts, there = seen.layer, seen.counts[seen.layer], seen.version >= 0
         if self.looks_ahead:
+            use = LinkUse(*(getattr(seen, name) for name in LinkUse._fields))
+            state = state._replace(costs=state.costs.follow(state.use, use), use=use)
             state = self._foresee(_judge(state, layer, counts), seen)
         ahead: list[Queue] = []
         if state.ahead:
             rows, none = dict(state.ahead), np.zeros(len(counts), int)
-            for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
-                ahead.append(queue_of(other, rows.get(other, none), there[other]))
+            for distance in range(1, DISTANCE + 1):
+                other = (layer + distance) % state.layers
+                if other > layer or (other < layer and other in rows):
+                    ahead.append(queue_of(other, rows.get(other, none), there[other]))
         alpha = 0.0
         if self.looks_ahead:
             alpha = seen.link_bytes_left / state.record_bytes * state.costs.load
@@ -161,14 +177,31 @@ class PlacementPolicy:
         """The state with this layer's predictions."""
         inputs, layer = seen.gate_input[:, 0], seen.layer
         found = {of: rows for of, rows in state.ahead if layer < of} if layer else {}
-        if self.predict == "gates":
-            assert state.router is not None
+        if self.learned is not None and state.networks is not None:
+            self.learned.watch(state.networks, seen)
+            found |= self._predict(state.networks, state.layers, seen)
+        elif state.router is not None:
             for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
                 found[other] = rows_of(gate_scores(inputs, state.router[other]), state.top_k)
-        elif self.fitted is not None and (own := self.fitted.of_layer(layer)):
-            said = scores(own, finite(inputs), seen.ids[:, 0], seen.weights[:, 0])
-            found[layer + self.fitted.setting("stride")] = rows_of(said, state.top_k)
         return state._replace(ahead=tuple(found.items()))
+
+    def _predict(self, networks: Networks, layers: int, seen: Observation) -> dict[int, np.ndarray]:
+        """Later layer → int[E], rows that the networks predict for each of its experts."""
+        assert self.fitted is not None
+        stride, found = self.fitted.setting("stride"), {}
+        given = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
+        for layer in range(seen.layer, seen.layer + DISTANCE, stride):
+            if not (own := networks.of_layer(layer % layers)):
+                break
+            if layer < layers <= layer + stride:
+                last = last_rows(seen.request, seen.position)
+                given = given[0][last], given[1][last], given[2][last]
+            ids, weights = choose_routing(scores(own, *given), given[2])
+            found[(layer + stride) % layers] = np.bincount(
+                ids.ravel(), minlength=own["balance"].size
+            )
+            given = given[0], ids, weights
+        return found
 
 
 def costs_of(policy: PlacementPolicy, spec: Spec, record: int) -> PlacementCosts:

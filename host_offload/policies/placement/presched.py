@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.step_record import LinkUse
+
 
 class Work(NamedTuple):
     """Rows that one expert has to compute, if it is neither resident nor in flight."""
@@ -45,6 +47,22 @@ class PlacementCosts:
     def on_cpu(self, works: Sequence[Work]) -> float:
         """t_c of a list, equation (3) summed: β·m + C for each expert."""
         return self.per_token * sum(w.tokens for w in works) + self.startup * len(works)
+
+    def follow(self, before: LinkUse, now: LinkUse, weight: float = 0.1) -> PlacementCosts:
+        """The costs after the link and the second processor did more: t_io follows the link's time
+        for each arrival, β and C the second processor's time over what they predict. Both are
+        exponential averages (ours)."""
+        arrived, _, busy, experts, rows, took = (
+            b - a for a, b in zip(before[2:], now[2:], strict=True)
+        )
+        load, ratio = self.load, 1.0
+        if arrived > 0:
+            load += weight * (busy * 1e-6 / arrived - load)
+        if (predicted := self.per_token * rows + self.startup * experts) > 0:
+            ratio += weight * (took * 1e-6 / predicted - 1)
+        return dataclasses.replace(
+            self, load=load, per_token=self.per_token * ratio, startup=self.startup * ratio
+        )
 
 
 class LayerPlan(NamedTuple):

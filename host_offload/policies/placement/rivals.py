@@ -13,6 +13,7 @@ from host_offload.policies.placement.presched import (
     LayerWork,
     Queue,
     Scheduler,
+    accelerator_seconds,
     greedy_split,
     presched,
 )
@@ -112,6 +113,23 @@ def klotski(seen: LayerWork, *, hot: int = KLOTSKI_HOT) -> LayerPlan:
     return LayerPlan((), seen.current[::-1], _heaviest(seen)[:hot], after_experts=True)
 
 
+def dali(seen: LayerWork) -> LayerPlan:
+    """DALI's greedy 0-1 assignment (Zhu et al., arXiv:2602.03495, of which we had the abstract):
+    each expert, the heaviest first, goes to the processor that is then done earlier; of equal
+    times to the accelerator, which also computes the residents. DALI's prefetch and its cache are
+    not here."""
+    costs, on_cpu, load = seen.costs, [], []
+    for work in seen.current[::-1]:
+        loads = len(load) + 1
+        accelerator = max(
+            accelerator_seconds(loads, costs, seen.alpha),
+            (len(seen.resident) + loads) * costs.accelerator,
+        )
+        faster = accelerator <= costs.on_cpu((*on_cpu, work))
+        (load if faster else on_cpu).append(work)
+    return LayerPlan(tuple(on_cpu[::-1]), tuple(load))
+
+
 SCHEDULERS: dict[str, Scheduler] = {
     "prescope": presched,
     "greedy": greedy,
@@ -122,6 +140,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "llama.cpp": functools.partial(capped, uploads=LLAMA_UPLOADS),
     "fate": fate,
     "klotski": klotski,
+    "dali": dali,
     "no-prediction": unpredicted,
 }
 """Name → arm."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from host_offload.control.interface import Observation, Spec
 from host_offload.policies.prefetch.next_layers import (
     LayerPredictor,
     finite,
@@ -35,10 +36,35 @@ class Learned(LayerPredictor):
     predict the experts of the layer `stride` layers later. Needs driver="host". What is ours:
     docs/explanation/prescope.md."""
 
-    needs: frozenset[str] = frozenset({"gate_input", "ids", "weights"})
+    needs: frozenset[str] = frozenset({"gate_input", "ids", "weights", "request", "position"})
 
     def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
         return scores(own, finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0])
+
+    def networks(self, spec: Spec) -> Networks:
+        """The networks for a placement, which calls their `of_layer`. Raises ValueError as init."""
+        self.init(spec)
+        return self.fitted
+
+    def watch(self, networks: Any, seen: Observation) -> None:
+        """Shows the networks what a layer routed."""
+
+
+class Networks(Protocol):
+    """Networks by layer."""
+
+    def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
+        """A layer's arrays; empty without a network."""
+        ...
+
+
+def choose_routing(said: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The routing that scores [N, E] predict, in the form of a router's: (ids int64[N, k], weights
+    [N, k]). Weights are the scores' probabilities, and each row has the sum of its earlier
+    weights [N, k]."""
+    ids = np.argsort(-said, axis=1, kind="stable")[:, : weights.shape[1]]
+    p = 1 / (1 + np.exp(-np.take_along_axis(said, ids, axis=1)))
+    return ids, p * (weights.sum(axis=1, keepdims=True) / p.sum(axis=1, keepdims=True))
 
 
 # ---- the network
@@ -205,23 +231,46 @@ def fit(
     The last quarter of the trace's requests is left out of training. The epoch with the best recall
     on it is kept.
 
-    - `edge`: layers of the input and of the output group; −1: an eighth each, rounded up (ours; the
-      paper leaves it open).
+    - `edge`: layers of the input and of the output group; −1: by the similarity of router inputs
+      (middle_group).
 
     Raises as training.fit_layers, and TraceError for too few requests.
     """
     from host_offload.policies.prefetch import training
 
-    count = trace.header.layers - stride
-    edge = -(-count // 8) if edge < 0 else edge
+    training.check_gate_inputs(trace, stride, NAME)
+    middle = range(edge, trace.header.layers - stride - edge)
+    if edge < 0:
+        middle = middle_group(training.input_similarity(trace, stride))
 
     def fit_one(layer: int, some: Any, say: Callable[[str], None] | None) -> Any:
-        task = LayerTask(edge <= layer < count - edge, width, epochs, patience, batch)
-        left_out = training.leave_out(trace, 0.25)
-        given = some.of(~left_out), some.of(left_out), trace.header.experts
-        return fit_layer(task, *given, np.random.default_rng(seed), say)
+        task = LayerTask(layer in middle, width, epochs, patience, batch)
+        left_out, known = training.leave_out(trace, 0.25), some.later[:, 0] >= 0
+        given = some.of(~left_out & known), some.of(left_out & known)
+        if not all(len(part.ids) for part in given):
+            return {}  # no request has a next token to learn from
+        return fit_layer(task, *given, trace.header.experts, np.random.default_rng(seed), say)
 
-    return Learned(training.fit_layers(trace, NAME, stride, fit_one, report))
+    return Learned(training.fit_layers(trace, NAME, stride, fit_one, report, next_tokens=True))
+
+
+def middle_group(similarity: np.ndarray) -> range:
+    """The layers of the middle group: those between the input and the output group, whose router
+    inputs resemble later ones more (PreScope, sections 1 and 3.1). Of all runs that leave a layer
+    at both ends it is the one that separates the similarities best, by the variance between the
+    groups (ours; the paper leaves it open). Empty if no run has more similarity than the rest.
+
+    - `similarity`: float[n], of each layer with a network.
+    """
+    count, best, found = len(similarity), 0.0, range(0)
+    for first in range(1, count - 1):
+        for end in range(first + 1, count):
+            inside = np.arange(first, end)
+            gap = similarity[inside].mean() - np.delete(similarity, inside).mean()
+            variance = gap * abs(gap) * len(inside) * (count - len(inside))
+            if variance > best:
+                best, found = variance, range(first, end)
+    return found
 
 
 def fit_layer(

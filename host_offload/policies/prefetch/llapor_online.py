@@ -30,26 +30,31 @@ class Tuner:
     """Networks that learn on their own thread, which ends with them. No step waits for it. While a
     round runs, the newest rows of steps are kept, up to the rows of one round."""
 
-    def __init__(self, policy: LearnedOnline):
+    def __init__(self, policy: LearnedOnline, layers: int):
         self.arrays: Mapping[str, np.ndarray] = policy.fitted.arrays
         """The arrays in use."""
         self.rounds = 0
         """Rounds whose networks came into use."""
-        self._policy = policy
+        self._policy, self._layers = policy, layers
         self._step: list[SeenRows] = []
         self._kept: list[list[SeenRows]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llapor")
         self._running: Future[dict[str, np.ndarray]] | None = None
 
-    def see(self, layer: int, layers: int, seen: SeenRows) -> None:
+    def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
+        """A layer's arrays in use; empty without any."""
+        return of_layer(self.arrays, layer)
+
+    def see(self, layer: int, seen: SeenRows) -> None:
         """Takes the rows of a layer and returns at once. Layers of a step come in order. Arrays are
-        kept, not copied."""
+        kept, not copied. At a step's first layer, networks of a round that ended come into use."""
         if layer == 0:
+            self.swap()
             self._step = []
         if len(self._step) != layer:
             return  # the step began before the policy did
         self._step.append(seen)
-        if layer < layers - 1:
+        if layer < self._layers - 1:
             return
         self._kept.append(self._step)
         rows = np.cumsum([len(step[0].ids) for step in self._kept[::-1]])
@@ -96,7 +101,6 @@ class Learning(NamedTuple):
     """State of LearnedOnline. The tuner is mutable; see there."""
 
     predicted: Predicted
-    layers: int
     tuner: Tuner
 
 
@@ -124,18 +128,21 @@ class LearnedOnline(Learned):
                 f"learning on needs rows, iterations and a rate, not {self.rows}, "
                 f"{self.iterations} and {self.rate}"
             )
-        return Learning(super().init(spec), spec.layers, Tuner(self))
+        return Learning(super().init(spec), Tuner(self, spec.layers))
+
+    def networks(self, spec: Spec) -> Tuner:
+        return self.init(spec).tuner
+
+    def watch(self, networks: Tuner, seen: Observation) -> None:
+        networks.see(
+            seen.layer, SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
+        )
 
     def stats(self, state: Learning) -> dict[str, int]:
         """Statistics: rounds whose networks came into use."""
         return {"rounds": state.tuner.rounds}
 
     def decide(self, state: Learning, seen: Observation) -> tuple[Learning, Decision]:
-        if seen.layer == 0:
-            state.tuner.swap()
-        rows = SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
-        state.tuner.see(seen.layer, state.layers, rows)
-        predicted, decision = self.predict(
-            state.predicted, seen, of_layer(state.tuner.arrays, seen.layer)
-        )
+        self.watch(state.tuner, seen)
+        predicted, decision = self.predict(state.predicted, seen, state.tuner.of_layer(seen.layer))
         return state._replace(predicted=predicted), decision

@@ -71,10 +71,18 @@ def rank_chosen(scores: np.ndarray, k: int) -> list[int]:
     return order[: np.count_nonzero(rows)].tolist()
 
 
+def last_rows(request: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """int64[n]: the last row of each request of a step, from which the next step goes on."""
+    order = np.lexsort((position, request))
+    ends = np.append(request[order][1:] != request[order][:-1], True)
+    return order[ends]
+
+
 class Predicted(NamedTuple):
     """State of a policy that predicts each layer once, from an earlier one."""
 
     top_k: int
+    layers: int
     ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(layer, experts) of later layers, the next one first."""
 
@@ -82,8 +90,9 @@ class Predicted(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class LayerPredictor(abc.ABC):
     """A prefetch by networks. When a layer's router has chosen, its network predicts which experts
-    each row will choose `stride` layers later. All predicted experts are wanted, the nearest layer
-    first, then experts of most rows. The first `stride` layers have no prediction."""
+    each row will choose `stride` layers later; in the last layers, which experts the next token
+    will choose in the first ones, if there are such networks. All predicted experts are wanted, the
+    nearest layer first, then experts of most rows."""
 
     fitted: Fitted
     """Arrays named LAYER.NAME, and the setting `stride`."""
@@ -96,7 +105,7 @@ class LayerPredictor(abc.ABC):
         """No layer is predicted yet. Raises ValueError for another model."""
         self.fitted.check(spec)
         self.fitted.of_layer(0)  # reads all arrays here, and not within the first step
-        return Predicted(spec.top_k)
+        return Predicted(spec.top_k, spec.layers)
 
     def decide(self, state: Any, seen: Observation) -> tuple[Any, Decision]:
         return self.predict(state, seen, self.fitted.of_layer(seen.layer))
@@ -108,8 +117,11 @@ class LayerPredictor(abc.ABC):
         layer, cause = seen.layer, self.fitted.policy
         ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
         if own:
-            experts = rank_chosen(self.scores(own, seen), state.top_k)
-            ahead = (*ahead, (layer + self.fitted.setting("stride"), tuple(experts)))
+            found, later = self.scores(own, seen), layer + self.fitted.setting("stride")
+            if later >= state.layers:
+                found = found[last_rows(seen.request, seen.position)]
+            experts = rank_chosen(found, state.top_k)
+            ahead = (*ahead, (later % state.layers, tuple(experts)))
         stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 

@@ -48,17 +48,23 @@ def fit_layers(
     stride: int,
     fit_layer: Callable[[int, LayerSamples, Callable[[str], None] | None], Weights],
     report: Report | None,
+    *,
+    next_tokens: bool = False,
 ) -> Fitted:
     """Trains a LayerPredictor of that name. It reads the trace once for each layer and holds the
     inputs of one layer.
 
     - `fit_layer`: (layer, samples, report) → a layer's arrays.
+    - `next_tokens`: whether the last layers have networks too, if the trace has positions; they
+      predict the first layers of the next token.
 
     Raises TraceError for a trace without gate inputs or tokens, ValueError for a stride that leaves
     no layer.
     """
     check_gate_inputs(trace, stride, policy)
-    layers, arrays = trace.header.layers - stride, {}
+    layers, arrays = trace.header.layers, {}
+    if not next_tokens or "token.position" in trace.header.absent:
+        layers -= stride
     for layer in range(layers):
         say = None if report is None else functools.partial(report, layer, layers)
         own = fit_layer(layer, layer_samples(trace, layer, stride), say)
@@ -81,20 +87,43 @@ def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
         raise TraceError(f"{trace.directory} has no tokens to learn from")
 
 
+def input_similarity(trace: Trace, stride: int) -> np.ndarray:
+    """float64[L − stride]: the mean cosine of each layer's router inputs and those `stride` layers
+    later."""
+    sums, rows = np.zeros(trace.header.layers - stride), 0
+    for step in trace.step_traces():
+        assert step.gate_input is not None, "see check_gate_inputs"
+        inputs = finite(step.gate_input)
+        inputs /= np.maximum(np.linalg.norm(inputs, axis=2, keepdims=True), 1e-6)
+        sums += np.einsum("nld,nld->l", inputs[:, :-stride], inputs[:, stride:])
+        rows += len(inputs)
+    return sums / rows
+
+
 def layer_samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
-    """All rows of a trace, to predict layer + stride from `layer`. Memory holds one layer's
-    arrays."""
+    """All rows of a trace, to predict layer + stride from `layer`, past the last layer a layer of
+    the next token (−1: the request has none). Memory holds one layer's arrays."""
+    target = (layer + stride) % trace.header.layers
     parts = [
         (
             finite(step.gate_input[:, layer]),
             step.ids[:, layer],
             step.weights[:, layer].astype(np.float32),
-            step.ids[:, layer + stride],
+            step.ids[:, target],
         )
         for step in trace.step_traces()
         if step.gate_input is not None and step.weights is not None
     ]
-    return LayerSamples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    found = LayerSamples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if target > layer:
+        return found
+    request, position = trace.array("token.request"), trace.array("token.position")
+    order = np.lexsort((position, request))
+    here, following = order[:-1], order[1:]
+    follows = (request[here] == request[following]) & (position[here] + 1 == position[following])
+    later = np.full_like(found.later, -1)
+    later[here[follows]] = found.later[following[follows]]
+    return found._replace(later=later)
 
 
 def leave_out(trace: Trace, share: float) -> np.ndarray:

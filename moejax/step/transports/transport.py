@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from host_offload.control.step_record import LinkUse
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.transfer import QueueSpec
 from moejax.step.buffers import Buffers
@@ -147,14 +146,3 @@ class Transport:
 
     def close(self) -> None:
         """Ends the transport, after the last step and before the store is freed."""
-
-
-def link_use(totals: Totals | None) -> LinkUse:
-    """Returns a queue's state as policies and traces see it.
-
-    - `totals`: the queue's counters; None without a queue.
-    """
-    if totals is None:
-        return LinkUse()
-    came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
-    return LinkUse(totals.flying, totals.bytes_left, came, totals.failed, busy)

@@ -27,10 +27,12 @@ from host_offload.control.rules import (
     search_of,
     wants_pool,
 )
+from host_offload.control.step_record import LinkUse
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.policies.budget.user_caps import UserCaps
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.static import Static
@@ -87,6 +89,7 @@ OTHERS: dict[str, Any] = {
     "mv-wsa": lambda trace: MvWsa(costs=MissCosts(1.0, 1.0), allocation="marginal", window=2),
     "mv-wsa, measured": lambda trace: MvWsa(),
     "peak headroom": lambda trace: PeakHeadroom(),
+    "right size": lambda trace: UserCaps(),
     "dynaexq": lambda trace: DynaExq(),
     "dynaexq, slack": lambda trace: DynaExq(slack=2),
     "dynaexq, paged": lambda trace: DynaExq(paged=True),
@@ -162,9 +165,9 @@ def observed(trace: Trace, policy: Policy) -> Iterator[Observation]:
             "cells": rng.integers(5, size=LAYERS).astype(np.int32),
             "capacity": int(rng.integers(3, 9)),
             **dict.fromkeys(("finished", "retired", "in_flight"), ()),
-            "link_bytes_left": 0,
             "kv_refs": np.stack([np.zeros(9, np.int64), np.arange(9)], axis=1),
-            **dict(kv_used=20, kv_peak=30, kv_pages=60, kv_swapped=5, link_busy_us=7),
+            **LinkUse(link_arrived=step.number, link_busy_us=7 * step.number)._asdict(),
+            **dict(kv_used=20, kv_peak=30, kv_pages=60, kv_swapped=5),
             **dict(running=2, waiting=3, waiting_tokens=90, bucket=8, compiled=False),
             "costs": COSTS,
         }

@@ -11,7 +11,7 @@ import pytest
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from host_offload.control.rules import PolicyError
-from host_offload.control.step_record import LayerRouting, StepRows
+from host_offload.control.step_record import LayerRouting, LinkUse, StepRows
 from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement.placement_names import (
     placement_policy,
@@ -19,6 +19,7 @@ from host_offload.policies.placement.placement_names import (
     with_placement,
 )
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
+from host_offload.policies.placement.presched import PlacementCosts
 from host_offload.policies.prefetch.llapor import Learned
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from tests.host_offload.control.policy_runs import scripted, spec
@@ -43,7 +44,7 @@ def seen(layer: int, counts, there=(), **fields):
     for key in there:
         version[key] = 0
     values = {"moment": Moment.EXPERTS_BEGIN, "layer": layer, "counts": every, "version": version}
-    return SimpleNamespace(**{**values, "link_bytes_left": 0, "cells": np.zeros(2, int), **fields})
+    return SimpleNamespace(**{**values, **LinkUse()._asdict(), "cells": np.zeros(2, int), **fields})
 
 
 def test_light_misses_go_to_the_second_processor_and_heavy_ones_are_loaded_in_their_order():
@@ -95,6 +96,24 @@ def test_a_critical_prefetch_that_nobody_uses_lowers_its_rate_of_hits():
     assert after.hit == pytest.approx(0.55) and after.critical == ()
     after, _ = policy.decide(state, seen(1, 1 - used, **inputs))
     assert after.hit == pytest.approx(0.45)
+
+
+def test_costs_follow_what_the_link_and_the_second_processor_do():
+    """The paper's Timer is live: a tenth of what each looks like since the last layer."""
+    costs = PlacementCosts(1.0, 2.0, 4.0, 1.0, 3.0)
+    before = LinkUse(link_arrived=3, link_busy_us=5_000_000, second_us=1_000_000)
+    assert costs.follow(before, before) == costs
+    # Two loads in 12 s; two experts of three rows, for which 7 s are predicted, in 14 s.
+    now = LinkUse(0, 0, 5, 0, 17_000_000, 2, 3, 15_000_000)
+    found = costs.follow(before, now)
+    assert found == dataclasses.replace(costs, load=4.2, per_token=1.1, startup=2.2)
+    policy = placement_policy(f"prescope,{STATED},predict=gates")
+    state = policy.init(told(router=ROUTER))
+    inputs = {"gate_input": np.eye(4, dtype=np.float16)[[2]][:, None]}
+    for arrived in (1, 2):
+        use = {"link_arrived": arrived, "link_busy_us": 14_000_000 * arrived}
+        state, _ = policy.decide(state, seen(0, [9], **inputs, **use))
+    assert state.costs.load == pytest.approx(4 + 1 + 0.9)
 
 
 def test_hybrimoe_prefetches_when_the_layer_s_experts_are_computed():
@@ -153,7 +172,7 @@ def test_networks_among_the_policies_are_what_it_predicts_by():
     other, found = with_placement("prescope", [learned, RandomPrefetch()])
     assert isinstance(other, RandomPrefetch) and isinstance(found, PlacementPolicy)
     assert found.fitted is fitted and found.writes >= {"stages"}
-    assert found.needs >= {"gate_input", "ids", "weights", "link_bytes_left"}
+    assert found.needs >= {"gate_input", "ids", "weights", "position", "link_bytes_left"}
     assert with_placement(None, [learned]) == [learned]
     with pytest.raises(ValueError, match="both predict"):
         with_placement("prescope,predict=gates", [learned])

@@ -25,6 +25,7 @@ from host_offload.policies.placement.rivals import (
     AHEAD,
     SCHEDULERS,
     capped,
+    dali,
     fate,
     fiddler,
     fiddler_code,
@@ -243,6 +244,18 @@ def test_klotski_loads_everybody_and_the_hot_ones_during_attention():
     assert klotski(LayerWork(queue(0, [3]), (), costs, 0.0, 1.0)).prefetch == ()
     wide = klotski(LayerWork((), [queue(1, [7, 9, 8])], costs, 0.0, 1.0), hot=3)
     assert experts(wide.prefetch) == [1, 2, 0]
+
+
+def test_dali_gives_each_expert_to_the_processor_that_is_done_earlier():
+    """The heaviest first, so that loads need not be the heaviest ones: not a suffix."""
+    costs = PlacementCosts(1.0, 0.0, 6.0, 1.0, 0.0)
+    current, resident = queue(0, [2, 5, 6, 8]), (Work(9, 0, 7), Work(9, 0, 8))
+    plan = dali(LayerWork(current, (), costs, 0.0, 1.0, resident))
+    # 8 rows: a load at 7 against 8. 6: a load at 13 against 6. 5: at 13 against 11. 2: 13, 13.
+    assert experts(plan.load) == [3, 0] and experts(plan.cpu) == [1, 2]
+    # Where the link is busy for long, or residents are, the CPU computes all.
+    assert dali(LayerWork(current, (), costs, 20.0, 1.0)).load == ()
+    assert dali(LayerWork(current, (), costs, 0.0, 1.0, resident * 20)).load == ()
 
 
 def test_who_prefetches_is_listed():
