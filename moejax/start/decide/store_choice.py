@@ -81,9 +81,11 @@ def by_copies(settings: Settings, platform: str) -> Settings | None:
 
 def estimate_arrays(settings: Settings) -> tuple[int, ...]:
     """Returns the bytes of each array of experts that a start may allocate in pinned memory, in
-    that order, by the model's config alone; () if it does not say, or if experts are elsewhere."""
-    if settings.options.memory.store.name != "memory":
-        return ()
+    that order, by the model's config alone, or those of the cache of experts in files; () if
+    neither says it."""
+    store = settings.options.memory.store
+    if store.name != "memory":
+        return () if store.host_memory is None else (store.host_memory,)
     model = settings.options.model.model
     try:
         found = model_directory(model, config_only=True)

@@ -11,6 +11,9 @@ from host_offload.queue import pinned
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints import loaded_model
 from moejax.device import pinned_gib
+from moejax.start.decide.store_choice import estimate_arrays
+from moejax.start.options import Config
+from moejax.start.settings import settings_of
 
 GiB = 1 << 30
 
@@ -103,24 +106,34 @@ def pinned_room(monkeypatch):
 
 
 @pytest.mark.slow
-def test_experts_that_cannot_be_pinned_stay_in_pageable_memory(pinned_room, monkeypatch, caplog):
+@pytest.mark.parametrize("once", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_experts_that_cannot_be_pinned_stay_in_pageable_memory(
+    pinned_room, monkeypatch, caplog, once
+):
     wanted, llm = text_of()
     whole = llm.plan.spec.layers * llm.plan.spec.experts * llm.plan.steps.layout.records[0].nbytes
+    assert estimate_arrays(settings_of(llm.options)) == (whole,)
     monkeypatch.setattr(store, "STAGING_BYTES", whole // 16)
-    for once in (False, True):
-        pool = Pool(2 * whole, whole // 4, once)
-        pinned_room(pool)
-        caplog.clear()
-        text, llm = text_of()
-        assert text == wanted and llm.plan.steps.driver == "host"
-        held = sum(array.nbytes for array, _ in pool.arrays if array.ndim == 2)
-        # An older pool, once refused, has no more than the region of copies of pageable arrays.
-        assert held < whole / 8 if once else whole / 8 < held < whole / 4
-        pool.take(whole // 16)
-        first, second = caplog.messages[0].split("\n")
-        assert "cannot allocate" in first and "of pinned host memory" in first
-        assert "driver host copies experts" in second and "moejax doctor" in second
-        assert "the others stay in pageable memory" in caplog.messages[1]
+    pool = Pool(2 * whole, whole // 4, once)
+    pinned_room(pool)
+    text, llm = text_of()
+    assert text == wanted and llm.plan.steps.driver == "host"
+    held = sum(array.nbytes for array, _ in pool.arrays if array.ndim == 2)
+    # An older pool, once refused, has no more than the region of copies of pageable arrays.
+    assert held < whole / 8 if once else whole / 8 < held < whole / 4
+    pool.take(whole // 16)
+    first, second = caplog.messages[0].split("\n")
+    assert "cannot allocate" in first and "of pinned host memory" in first
+    assert "driver host copies experts" in second and "moejax doctor" in second
+    assert "the others stay in pageable memory" in caplog.messages[1]
+
+
+def test_the_cap_knows_what_is_made_and_what_is_cached():
+    of = lambda **options: estimate_arrays(settings_of(Config.of("demo", **options)))  # noqa: E731
+    dense, made = of(precision="int4")
+    assert of() == of(precision="dense") == (dense,) and 0 < made < dense / 2
+    assert of(store="file,host_memory=4MiB", driver="host", transfers="queue") == (4 << 20,)
+    assert of(store="file") == ()
 
 
 def test_asked_for_another_way_it_is_refused(pinned_room):
