@@ -20,11 +20,15 @@ from moejax.requests.request import Request
 
 WINDOW = 16
 """Decode steps over which a rate is measured."""
+TRIAL = 4
+"""Decode steps after which a measurement of the other way ends if that way is slower."""
 GAIN = 1.05
 """How much faster the other way must be before the engine changes to it."""
-HOLDS = 4, 64
-"""Windows that a choice is kept before the other way is measured again: at first, and at most.
-Each measurement that confirms the choice doubles them, so that it costs little in the end."""
+COST = 0.02
+"""Share of the tokens that measurements of the other way may cost."""
+HOLDS = 64, 1024
+"""Tokens a request for which a choice is kept before the other way is measured again: at least, and
+at most."""
 
 
 def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
@@ -69,17 +73,22 @@ class Histories:
 
 @dataclasses.dataclass
 class Choice:
-    """Whether drafts pay for one number of requests: rates of both ways, measured by turns."""
+    """Whether drafts pay for one number of requests: rates of both ways, measured by turns.
 
-    on: bool = True
-    """The faster way so far; the first steps have drafts."""
-    trying: bool | None = None
-    """The way that is measured now; None: nothing is."""
+    A measurement of the slower way costs the tokens that the other way would have given beside. The
+    next one comes when these are COST of the tokens since.
+    """
+
+    on: bool = False
+    """The faster way so far. Steps begin without drafts."""
+    trying: bool = False
+    """Whether the other way is measured now."""
     rates: dict[bool, float] = dataclasses.field(default_factory=dict)
-    """Tokens a second and request, with and without drafts, of the last window of each."""
-    hold: int = HOLDS[0]
-    windows: int = 0
-    """Windows since the other way was measured."""
+    """Tokens a second and request, with and without drafts, when each was measured last."""
+    hold: float = 0.0
+    """Tokens a request after which the other way is measured."""
+    kept: float = 0.0
+    """Tokens a request since it was."""
     steps: int = 0
     tokens: float = 0.0
     """Tokens a request of the window so far."""
@@ -88,7 +97,7 @@ class Choice:
     @property
     def drafts(self) -> bool:
         """Whether the next step has drafts."""
-        return self.on if self.trying is None else self.trying
+        return self.on != self.trying
 
     def add(self, tokens: float, seconds: float) -> None:
         """Takes a decode step of the present way.
@@ -97,20 +106,30 @@ class Choice:
         """
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.seconds += seconds
-        if self.steps < WINDOW:
+        rate = self.tokens / max(self.seconds, 1e-9)
+        slower = self.trying and rate < self.rates[self.on]
+        if self.steps < (TRIAL if slower else WINDOW):
             return
-        self.rates[self.drafts] = self.tokens / max(self.seconds, 1e-9)
-        self.steps, self.tokens, self.seconds = 0, 0.0, 0.0
-        if self.trying is None:
-            self.windows += 1
-            if self.windows >= self.hold or len(self.rates) < 2:
-                self.trying = not self.on
-            return
-        self.trying, self.windows = None, 0
-        if self.rates[not self.on] > GAIN * self.rates[self.on]:
-            self.on, self.hold = not self.on, HOLDS[0]
+        self.rates[self.drafts] = rate
+        if self.trying:
+            self._compare(rate, self.rates[self.on])
         else:
-            self.hold = min(2 * self.hold, HOLDS[1])
+            self.kept += self.tokens
+            # As soon as it is slower than the other way was, too.
+            self.trying = self.kept >= self.hold or GAIN * rate < self.rates.get(not self.on, 0)
+        self.steps, self.tokens, self.seconds = 0, 0.0, 0.0
+
+    def _compare(self, rate: float, present: float) -> None:
+        """Ends the measurement of the other way.
+
+        - `rate`, `present`: of the other way, and of the one so far.
+        """
+        self.trying, self.kept, self.hold = False, 0.0, HOLDS[0]
+        if rate > GAIN * present:
+            self.on = not self.on
+        else:
+            lost = self.seconds * present - self.tokens
+            self.hold = min(max(lost / COST, HOLDS[0]), HOLDS[1])
 
 
 class Drafts:

@@ -340,14 +340,10 @@ class Engine:
             for request in self.scheduler.running.values()
         )
 
-    def _drafts_now(self) -> bool:
-        """Whether the next decode step looks for drafts."""
-        drafts, scheduler = self.drafts, self.scheduler
-        return (
-            drafts is not None
-            and bool(scheduler.free_rows)
-            and drafts.wanted(len(scheduler.running))
-        )
+    def _drafts_now(self, requests: int) -> bool:
+        """Whether a decode step of so many requests looks for drafts."""
+        drafts = self.drafts
+        return drafts is not None and bool(self.scheduler.free_rows) and drafts.wanted(requests)
 
     # ---- the loop
 
@@ -366,7 +362,8 @@ class Engine:
         """
         with self.undisturbed(), self.running.running():
             previous, self._pending = self._pending, None
-            begun, touched, drafting = previous is not None, [], self._drafts_now()
+            begun, touched = previous is not None, []
+            drafting = self.drafts is not None and self._drafts_now(self.scheduler.decoding)
             if previous is not None and (
                 drafting or previous.work.drafts or self.hooks is not None or self._any_waits()
             ):
@@ -426,7 +423,8 @@ class Engine:
 
     def _dispatch(self, work: ScheduledWork, drafting: bool) -> Step:
         try:
-            if drafting and work.rows:
+            # Of the requests some may have ended by the tokens that were read since.
+            if drafting and self._drafts_now(len(work.rows)):
                 assert self.drafts is not None
                 work = self.scheduler.add_drafts(work, self.drafts.guess(work))
             return self._dispatch_step(work)
@@ -629,10 +627,11 @@ class Engine:
     ) -> None:
         """Adds what the rows of a draft chose, as far as the draft is what was chosen before."""
         request = draft.request
-        for row, guessed in zip(draft.rows, draft.tokens, strict=True):
+        for row, guessed, state in zip(draft.rows, draft.tokens, draft.states, strict=True):
             if request.finish_reason is not None or request.output[-1] != guessed:
                 return
             draft.accepted += 1
+            self.scheduler.take_state(request, state)
             request.computed += 1
             request.dispatched += 1
             request.missed_routes += missed[row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -83,8 +83,6 @@ class TokenSampler:
         if len(self.eos_token_ids) > room:
             raise ValueError(f"{len(self.eos_token_ids)} end-of-sequence tokens, at most {room}")
         self._counted: dict[int, Request] = {}
-        self._placed: dict[int, Request] = {}
-        """The request that each row has the parameters of."""
         self._batch: _Batch | None = None
         count = runner.shapes.rows
         self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
@@ -102,15 +100,12 @@ class TokenSampler:
         """Takes the parameters of a request that got a row. Its tokens are counted from scratch
         before its next token is sampled, so they must have been read by then."""
         assert request.row is not None
-        self._place(request.row, request)
+        self._counted.pop(request.row, None)
+        self._batch = None
+        for name, value in _values(request).items():
+            self._parameters[name][request.row] = value
         if has_penalties(request.params):
             self.runner.tokens.prepare_counts()
-
-    def _place(self, row: int, request: Request) -> None:
-        self._counted.pop(row, None)
-        self._placed[row], self._batch = request, None
-        for name, value in _values(request).items():
-            self._parameters[name][row] = value
 
     def recount(self, request: Request) -> None:
         """Counts a request's tokens from scratch before its next token is sampled, since it got
@@ -130,9 +125,6 @@ class TokenSampler:
         Returns (tokens int32[R], result of sampler.logprobs for all rows; None if no request wants
         log-probabilities). Log-probabilities are of the logits as given.
         """
-        for draw in draws:
-            if self._placed.get(draw.row) is not draw.request:
-                self._place(draw.row, draw.request)
         batch, places = self._batch, [(d.row, d.request, len(d.before)) for d in draws]
         if batch is None or batch.places != places:
             batch = self._batch = self._make_batch(places)
@@ -195,19 +187,24 @@ class TokenSampler:
                     f"were dispatched and {len(request.output)} read"
                 )
             self.runner.tokens.recount(row, request.prompt, [*request.output, *before])
-            if not before:
+            if before:
+                self._counted.pop(row, None)
+            else:
                 self._counted[row] = request
 
     def _make_batch(self, places: list[tuple[int, Request, int]]) -> _Batch:
         rows = [row for row, _, _ in places]
-        used = {name: values[rows] for name, values in self._parameters.items()}
-
-        update = np.zeros(self.runner.shapes.rows, np.bool_)
+        # The row of a draft has the parameters of its request's own row.
+        own = np.arange(self.runner.shapes.rows)
+        of_requests: Any = [request.row for _, request, _ in places]  # all of them run
+        own[rows] = of_requests
+        used = {name: values[own[rows]] for name, values in self._parameters.items()}
+        update = np.zeros(len(own), np.bool_)
         update[rows] = True
 
         def columns(*names: str) -> tuple[np.ndarray, ...]:
             values = ((self._parameters[name], *_PARAMETERS[name]) for name in names)
-            return tuple(np.where(update, mine, kind(other)) for mine, kind, other in values)
+            return tuple(np.where(update, mine[own], kind(other)) for mine, kind, other in values)
 
         sampling = penalties = None
         if not (used["temperature"] < GREEDY_BELOW).all():

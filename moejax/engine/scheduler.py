@@ -92,8 +92,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         # The lowest free row is taken first, so that rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
-        self.table_blocks = shapes.blocks
-        columns = self.page.groups * shapes.blocks + self.page.state_pages
+        self.table_blocks, self._reads_states = shapes.blocks, shapes.read_pages > 0
+        columns = self.page.groups * shapes.blocks + self.page.state_pages + shapes.read_pages
         self.block_table = np.zeros((shapes.rows, columns), np.int32)
         self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
@@ -217,6 +217,11 @@ class Scheduler:
         placed, self._placed = [r for r in self._placed if r.row is not None], []
         return ScheduledWork(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
 
+    @property
+    def decoding(self) -> int:
+        """Requests that the next decode step computes, if none of them ends or is moved out."""
+        return sum(1 for _ in self._decoding())
+
     def _decoding(self) -> Iterator[Request]:
         # prefill_done is written out, since this runs for every running request in every step.
         return (
@@ -246,7 +251,7 @@ class Scheduler:
         - `guesses`: of requests in the step, with at most as many tokens as each may still
           generate after the step's own.
         """
-        rows, given = sorted(self.free_rows, reverse=True), dict.fromkeys(guesses, 0)
+        rows, given = sorted(self.free_rows), dict.fromkeys(guesses, 0)
         room = {request: self._draft_room(request, len(g.tokens)) for request, g in guesses.items()}
         left = len(rows)
         while left and (more := [r for r, count in given.items() if count < room[r]]):
@@ -254,32 +259,65 @@ class Scheduler:
                 given[request] += 1
                 left -= 1
         drafts = []
-        for request, count in given.items():
-            missing = -(-(request.computed + count) // self.block_size) - len(request.blocks)
-            while missing > 0 and self.cache.available < missing * self.page.groups:
-                missing -= 1  # an earlier draft took pages
-            if missing > 0:
+        for request in sorted(given, key=_row, reverse=True):
+            # A state advances from row to row, the lowest first.
+            free = [row for row in rows if not self.page.state_pages or row > _row(request)]
+            # Earlier drafts took rows and pages.
+            count = self._draft_room(request, min(given[request], len(free)))
+            if not count:
+                continue
+            taken, guess = tuple(free[:count]), guesses[request]
+            rows = [row for row in rows if row not in taken]
+            missing = self._missing_blocks(request, count)
+            if missing:
                 self.extend(request, missing)
-            count = min(count, len(request.blocks) * self.block_size - request.computed)
-            if count > 0:
-                taken, guess = tuple(rows.pop() for _ in range(count)), guesses[request]
-                parts = tuple(guess.tokens[:count]), tuple(guess.words[:count])
-                drafts.append(Draft(request, taken, *parts))
+            parts = tuple(guess.tokens[:count]), tuple(guess.words[:count])
+            drafts.append(Draft(request, taken, *parts, self._states_of_draft(count)))
         return dataclasses.replace(work, drafting=True, drafts=tuple(drafts))
+
+    def _missing_blocks(self, request: Request, count: int) -> int:
+        """Returns how many blocks more a request needs for a draft of `count` tokens."""
+        return max(-(-(request.computed + count) // self.block_size) - len(request.blocks), 0)
 
     def _draft_room(self, request: Request, most: int) -> int:
         """Returns how many tokens of a draft the request's pages and idle pages hold."""
-        pages = self.cache.available // self.page.groups
-        return min(most, (len(request.blocks) + pages) * self.block_size - request.computed)
+        groups, states = self.page.groups, self.page.state_pages
+        while most and (
+            self._missing_blocks(request, most) * groups + most * states > self.cache.available
+        ):
+            most -= 1
+        return most
+
+    def _states_of_draft(self, count: int) -> tuple[tuple[Block, ...], ...]:
+        """Takes pages for the state after each token of a draft, until the next step."""
+        pages = self.page.state_pages
+        blocks = self.cache.allocate(count * pages)
+        self.cache.pin(blocks)
+        self.states += blocks
+        return tuple(tuple(blocks[i * pages : (i + 1) * pages]) for i in range(count))
+
+    def take_state(self, request: Request, state: Sequence[Block]) -> None:
+        """Makes the state after a token of a draft, which proved right, that of its request."""
+        if not state:
+            return
+        taken = {*state}
+        self.states = [block for block in self.states if block not in taken] + request.blocks.state
+        request.blocks.state = [*state]
+        self.write_table(request, len(request.blocks))
 
     def share_tables(self, drafts: Sequence[Draft]) -> None:
-        """Gives the rows of drafts the block tables of their requests. Call it when no page moves
-        any more before the step."""
+        """Gives the rows of drafts the block tables of their requests, each with a state of its
+        own. Call it when no page moves any more before the step."""
+        pages = self.page.state_pages
         for draft in drafts:
-            own = self.block_table[draft.request.row]
-            for row in draft.rows:
-                if not np.array_equal(self.block_table[row], own):
-                    self.block_table[row] = own
+            table = self.block_table[draft.request.row].copy()
+            for row, state in zip(draft.rows, draft.states, strict=True):
+                if pages:
+                    table[-2 * pages : -pages] = table[-pages:]  # from the row before
+                    state_rows: Any = [block.row for block in state]
+                    table[-pages:] = state_rows
+                if not np.array_equal(self.block_table[row], table):
+                    self.block_table[row] = table
                     self.block_table_version += 1
 
     def _next_chunks(self) -> list[PromptChunk]:
@@ -491,6 +529,8 @@ class Scheduler:
         if state := request.blocks.state:
             state_rows: Any = [block.row for block in state]
             self.block_table[request.row, -len(state) :] = state_rows
+            if self._reads_states:
+                self.block_table[request.row, -2 * len(state) : -len(state)] = state_rows
         self.block_table_version += 1
 
     def _release_unseen(self, request: Request) -> None:
@@ -565,3 +605,4 @@ class Scheduler:
 
 
 _order = operator.attrgetter("order")
+_row = operator.attrgetter("row")

@@ -68,6 +68,8 @@ class Draft:
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     words: tuple[np.ndarray | None, ...]
+    states: tuple[tuple[Block, ...], ...]
+    """For each token the blocks that get the state after it; none in models without state."""
     accepted: int = 0
     """How many first tokens proved right, once the step is read."""
 

@@ -153,8 +153,6 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
     return {
         "foreign ops": _list_ops(steps.foreign_ops),
         "streaming": bool(steps.window) and "driver=stream",
-        "state": bool(steps.layout.page.state_pages)
-        and f"{steps.config.architecture}, whose attention keeps a state,",
         "native queue": steps.queue is not None and not copies and "transfers='queue'",
         "few layers": layers < 3 and f"a model of {layers} layers",
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
@@ -271,8 +269,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "chose; leave it out",
     ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
     "driver='device'",
-    ("speculative_config", "state"): "a state cannot go back over rejected tokens; leave out "
-    "speculative_config",
     ("small cache",): "raise it",
     (
         "streaming",

@@ -316,7 +316,8 @@ class Programs:
         chunks."""
         rows = self.array(self.steps.shapes.rows)
         groups, shapes = self.steps.layout.page.groups, self.steps.shapes
-        block_table = self.array(shapes.rows, groups * shapes.blocks + shapes.state_pages)
+        columns = groups * shapes.blocks + shapes.read_pages + shapes.state_pages
+        block_table = self.array(shapes.rows, columns)
         if key.kind == "decode":
             return rows, rows, block_table
         prefill = empty_prefill(self.steps.shapes)
@@ -337,12 +338,14 @@ class Programs:
         return tokens, positions[:rows], self._tables(block_table[:rows], key.context)
 
     def _tables(self, block_table: Any, context: int | None = None) -> PageTables:
-        """Takes the columns of a block table apart: pages of each group, then of the state."""
+        """Takes the columns of a block table apart: pages of each group, then of the state that is
+        read, if that is another, then of the state."""
         page, blocks = self.steps.layout.page, self.steps.shapes.blocks
-        kv, state = jnp.split(block_table, [page.groups * blocks], axis=1)
+        first, read_pages = page.groups * blocks, self.steps.shapes.read_pages
+        kv, read, state = jnp.split(block_table, [first, first + read_pages], axis=1)
         if page.groups > 1 or any(window and window.chunked for window in page.windows):
             kv = jnp.swapaxes(kv.reshape(-1, page.groups, blocks), 0, 1)
-        return PageTables(kv[..., :context], state)
+        return PageTables(kv[..., :context], state, read if read_pages else None)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """Returns the context of a step, or of a program that moves experts outside of steps.

@@ -84,6 +84,8 @@ class StepShapes:
     """Pages of the longest sequence, B."""
     state_pages: int = 0
     """Pages of a sequence's state, P."""
+    read_pages: int = 0
+    """P, in models with state if decode rows of drafts go on from the state of another row."""
     waves: int = 1
     """Passes over a layer's experts in prefill."""
     buckets: tuple[int, ...] = ()
@@ -219,6 +221,8 @@ class PageTables(NamedTuple):
     """int32[R, B]; of several groups of pages [G, R, B]."""
     state: jax.Array
     """int32[R, P]: pages of the sequence's state; P = 0 in models without state."""
+    read: jax.Array | None = None
+    """int32[R, P]: pages from which a decode row's state comes; None: these."""
 
 
 class PrefillBatch(NamedTuple):
@@ -384,7 +388,7 @@ def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext
     if tables.state.shape[1]:
         new = (positions >= 0).astype(jnp.int32)
         runs = positions, jnp.zeros_like(new), new, _rows_in_use(positions >= 0)
-        sequences = Sequences(tables.state, *runs)
+        sequences = Sequences(tables.state, *runs, tables.read)
     valid, row_tile = positions >= 0, context.row_tile
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:

@@ -502,8 +502,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
-    # A state cannot go back over rejected tokens, and a start refuses drafts for such a model.
-    lengths = None if engine.scheduler.arena.layout.page.state_pages else conditions.drafts
+    lengths = conditions.drafts
     engine.drafts = None if lengths is None else Drafts(*lengths, adaptive=False)
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
@@ -711,7 +710,8 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
     for name, value in (("rate", args.link_rate), ("latency", args.link_latency)):
         queue += "" if value is None else f",{name}={value}"
     stated = args.link_rate is not None or args.link_latency is not None
-    given = {"dtype": args.dtype, "transfers": queue if stated else None, **SMALL}
+    transfers, drafts = queue if stated else None, {"method": "ngram"}
+    given = {"dtype": args.dtype, "transfers": transfers, "speculative_config": drafts, **SMALL}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
     model = Path(model_directory("demo"))
     if args.family is not None:

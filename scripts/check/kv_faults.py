@@ -22,13 +22,16 @@ def kv_faults(scheduler: Scheduler) -> list[str]:
         faults.append(f"rows free and in use: {rows}")
     for row, request in scheduler.running.items():
         table = scheduler.block_table[row]
+        blocks = scheduler.page.groups * scheduler.table_blocks
         state = [block.row for block in request.blocks.state]
         if (
             len(state) != scheduler.page.state_pages
             or table[len(table) - len(state) :].tolist() != state
         ):
             faults.append(f"row {row} does not have its request's state")
-        table = table[: len(table) - len(state)].reshape(scheduler.page.groups, -1)
+        if (read := table[blocks : len(table) - len(state)].tolist()) not in ([], state):
+            faults.append(f"row {row} reads another state: {read}")
+        table = table[:blocks].reshape(scheduler.page.groups, -1)
         expected = [request.blocks.of_group(group) for group in range(scheduler.page.groups)]
         if request.row != row or any(
             block is not None and block.row != found

@@ -45,6 +45,7 @@ def step_shapes(
     waves: int,
     bucketed: bool = False,
     kernels: bool = False,
+    drafts: bool = False,
 ) -> StepShapes:
     """Returns the start-up shapes for these limits. Attention reads whole spans, so the block table
     is a whole number of spans wide. A prefill step has at least one chunk and at most as many as
@@ -54,6 +55,7 @@ def step_shapes(
       for fewer chunks. A kernel's grid is static, so smaller shapes need their own.
     - `kernels`: whether an op is a kernel. Then a few rows are rounded up to a number that the
       checks of kernels cover, since no start may run another number.
+    - `drafts`: whether decode steps verify drafts.
     """
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
@@ -81,6 +83,7 @@ def step_shapes(
         blocks=spans * (SPAN // layout.page.block_size),
         contexts=tuple(n * (SPAN // layout.page.block_size) for n in contexts),
         state_pages=layout.page.state_pages,
+        read_pages=layout.page.state_pages if drafts else 0,
         waves=waves,
     )
 

@@ -171,6 +171,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             shared_kib=device.shared_kib,
         )
     needs = (need for policy in settings.policies for need in policy.needs)
+    drafts = options.runtime.speculative_config is not None
     steps = StepSpec(
         device_kind=device.kind,
         runtime=device.runtime,
@@ -188,6 +189,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             or (KERNEL_WAVES if ops.expert_ffn in KERNELS else 1),
             bucketed=decodes_in_buckets(config, ops),
             kernels=ops.has_kernels,
+            drafts=drafts,
         ),
         formats=formats,
         tiers=options.transfer.driver.tiers or "",
@@ -196,7 +198,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         second=second_of(settings, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
         cache_aware=options.policy.cache_aware_routing,
-        drafts=options.runtime.speculative_config is not None,
+        drafts=drafts,
     )
     if config.routes_apart and (steps.trace_arrays or search_of(settings.policies) is not None):
         raise UserError(

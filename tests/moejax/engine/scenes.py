@@ -17,6 +17,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams
+from moejax.engine.drafts import Drafts
 from tests.faults import Faults, inject
 from tests.moejax.engine_runs import Recorded, mixed_jobs, run
 
@@ -69,6 +70,24 @@ def forget_residents(llm: LLM) -> None:
     tables = llm.engine.runner.tables
     nobody = {name: np.full(getattr(tables, name).shape, -1) for name in ("owner", "address")}
     llm.engine.runner.set_tables(nobody)
+
+
+class Known(Drafts):
+    """Guesses what runs without drafts gave, with mistakes.
+
+    - `answers`: by seed of the request.
+    """
+
+    def __init__(self, answers: dict[int, list[int]], mistakes: float = 0.3):
+        super().__init__(5, 1, 1, adaptive=False)
+        self.answers, self.rng, self.mistakes = answers, np.random.default_rng(0), mistakes
+
+    def propose(self, request, most):
+        done = len(request.output)
+        assert request.params.seed is not None
+        tokens = self.answers[request.params.seed][done : done + most]
+        wrong = self.rng.random(len(tokens)) < self.mistakes
+        return [int(t) ^ int(w) for t, w in zip(tokens, wrong, strict=True)]
 
 
 # ---- copies
