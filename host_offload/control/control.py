@@ -155,6 +155,10 @@ class Control:
             tables=None if tables is None else tables(),
         )
 
+    def looks_at(self, moment: Moment) -> bool:
+        """Whether between_layers has something to do at a moment inside the running step."""
+        return moment in self.controller.moments or self._more
+
     def between_layers(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> list[Entry]:
@@ -168,7 +172,7 @@ class Control:
         - `routing`: of the layer, once it is known.
         """
         controller = self.controller
-        if moment not in controller.moments and not self._more:
+        if not self.looks_at(moment):
             return []
         # Only a layer's experts and lists change tables without the controller's knowledge.
         coming = max(layer, 0)

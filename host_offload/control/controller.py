@@ -370,8 +370,8 @@ class Controller:
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
-        shown = Shown(moment, step, seconds, layer=layer, rows=rows, routing=routing, counts=counts)
-        self._ask_all(shown._replace(link=link))
+        known = {"rows": rows, "routing": routing, "counts": counts}
+        self._ask_all(Shown(moment, step, seconds, layer=layer, link=link, **known))
         if (pool := self.pool) is not None:
             assert self.tables is not None, "a pool is looked at: give the controller the tables"
             active = None

@@ -266,6 +266,8 @@ def check_decision(decision: Any, policy: Policy, spec: Spec | None, when: str) 
     set_fields = {field: value for field, value in vars(decision).items() if value is not None}
     if unsaid := sorted(set_fields.keys() - policy.writes):
         raise refuse(f"it set {unsaid[0]!r}, which its `writes` lacks")
+    if not set_fields:
+        return decision
     checked = {}
     for field, value in set_fields.items():
         checked[field] = _CHECKS[field](value, spec, lambda text, f=field: refuse(f"{f} {text}"))

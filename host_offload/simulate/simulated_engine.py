@@ -421,6 +421,8 @@ class SimulatedEngine:
     def _look(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
+        if not self._control.looks_at(moment):
+            return
         # Compute this only if a policy sees it.
         self._device.link_use = functools.partial(self._link.find, self._making, moment, layer)
         if entries := self._control.between_layers(moment, layer, rows, routing):

@@ -77,6 +77,7 @@ def test_a_policy_sees_what_it_needs_at_the_moments_it_asked_for_and_nothing_els
     assert after.running == 1 and not after.state.any() and not after.clock.any()
     assert (after.last_used == -1).all()
     assert after.ids is None and after.weights is None and after.frequency is None
+    assert repr(dataclasses.replace(after)) == repr(after)  # whole, though made without its class
     controller.begin_step(1, seconds=1.0)
     assert seen(controller)[-1].running == 1 and seen(controller)[-1].counts is None
 
