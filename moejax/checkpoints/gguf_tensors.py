@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_scales
+from moejax.checkpoints.gguf_delta import Restore, Restored, gated_delta_tensor
 from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
 from moejax.checkpoints.tensors import ExpertPlace, expected_tensors, separate_experts
 from moejax.errors import UserError
-from moejax.models.gguf_config import FLOATS, FORMATS, architecture_of
+from moejax.models.gguf_config import FLOATS, FORMATS
 from moejax.models.gguf_header import GgufHeader, GgufTensor
 from moejax.models.model_config import ModelConfig
 from pallas_kernels.records.encoding import Encoding
@@ -30,9 +31,6 @@ _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 
 Unpack = Callable[[np.ndarray, Encoding], QuantizedMatrix]
 """(uint8[rows, blocks, bytes of a block], the format) → the matrix."""
-
-Restore = Callable[[Sequence[np.ndarray]], np.ndarray]
-"""The tensors that a converter made of one, float32 → that tensor."""
 
 
 class Source(NamedTuple):
@@ -278,25 +276,31 @@ def open_gguf(headers: Sequence[GgufHeader], config: ModelConfig) -> tuple[GgufF
     named = headers[0].metadata["general.architecture"]
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == named)
     names = get_tensor_name_map(arch, config.num_hidden_layers)
-    permuted = architecture_of(headers).permuted
+    restored_of = RESTORED.get(named, lambda config, name: None)
     owner = {name: header for header in headers for name in header.tensors}
     files = {header.path: GgufFile(header, {}, {}) for header in headers}
     used = set()
+
+    def stored_as(name: str) -> str:
+        stem = name.replace("_correction_bias", "_correction.bias")
+        return names.get_name(stem, (".weight", ".bias")) or name
+
     for name, place in expected_tensors(config, separate_experts(config)).items():
-        index, restore = None, _unpermuted(config, name) if permuted else None
+        index, restore, wanted = None, None, [stored_as(name)]
         if isinstance(place, ExpertPlace):
-            index, wanted = place.expert, f"blk.{name.split('.')[2]}.ffn_{place.matrix}_exps.weight"
-        else:
-            stem = name.replace("_correction_bias", "_correction.bias")
-            wanted = names.get_name(stem, (".weight", ".bias")) or name
-        if wanted not in owner:
-            raise UserError(f"{headers[0].path}: tensor {wanted} is missing")
-        source = Source(((owner[wanted], wanted),), index, restore)
+            index = place.expert
+            wanted = [f"blk.{name.split('.')[2]}.ffn_{place.matrix}_exps.weight"]
+        elif (found := restored_of(config, name)) and not (found.parts and wanted[0] in owner):
+            wanted, restore = [stored_as(part) for part in found.parts or (name,)], found.restore
+        for each in wanted:
+            if each not in owner:
+                raise UserError(f"{headers[0].path}: tensor {each} is missing")
+        source = Source(tuple((owner[each], each) for each in wanted), index, restore)
         shape = place.shape if index is None else (config.num_experts, *place.shape)
         _check_shape(source, shape)
-        used.add(wanted)
+        used |= {*wanted}
         dtype = FLOATS.get(source.tensor.type, "float32") if restore is None else "float32"
-        file = files[owner[wanted].path]
+        file = files[owner[wanted[0]].path]
         file.tensors[name], file.sources[name] = Header(dtype, place.shape), source
     for name, header in owner.items():
         later = (found := _LAYER.match(name)) and int(found[1]) >= config.num_hidden_layers
@@ -308,7 +312,8 @@ def open_gguf(headers: Sequence[GgufHeader], config: ModelConfig) -> tuple[GgufF
 def _check_shape(source: Source, wanted: tuple[int, ...]) -> None:
     """Raises UserError for another shape; axes of one do not count."""
     header, name = source.parts[0]
-    found = source.tensor.shape
+    rows = sum(each.tensors[part].shape[0] for each, part in source.parts)
+    found = (rows, *source.tensor.shape[1:])
     if [size for size in found if size != 1] != [size for size in wanted if size != 1]:
         raise UserError(
             f"{header.path}: tensor {name} has shape {list(found)}, but the file's metadata asks "
@@ -316,7 +321,7 @@ def _check_shape(source: Source, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _unpermuted(config: ModelConfig, name: str) -> Restore | None:
+def _unpermuted(config: ModelConfig, name: str) -> Restored | None:
     """For q and k: puts values that are rotated together, which llama.cpp has side by side, into
     the two halves of a head."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
@@ -329,4 +334,12 @@ def _unpermuted(config: ModelConfig, name: str) -> Restore | None:
         rows = whole.reshape(count, -1, 2, whole.shape[-1] if len(whole) > 1 else 1)
         return rows.swapaxes(1, 2).reshape(whole.shape)
 
-    return restore
+    return Restored(restore)
+
+
+RESTORED: dict[str, Callable[[ModelConfig, str], Restored | None]] = {
+    "llama": _unpermuted,
+    "qwen3next": gated_delta_tensor,
+    "qwen35moe": gated_delta_tensor,
+}
+"""general.architecture → what its converter did to a tensor; None: nothing."""

@@ -114,7 +114,7 @@ class _File:
 
 def _attention(file: _File) -> dict[str, Any]:
     """Fields of grouped-query attention that the tensors show."""
-    biased = "blk.0.attn_q.bias" in file.tensors
+    biased = any(name.endswith("attn_q.bias") for name in file.tensors)
     return {"attention_bias": biased, "qkv_bias": biased}
 
 
@@ -136,6 +136,31 @@ def _olmoe(file: _File) -> dict[str, Any]:
     return {"num_experts": file.get("expert_count"), "norm_topk_prob": False, **_attention(file)}
 
 
+def _delta_net(file: _File) -> dict[str, Any]:
+    for key in _DELTA_KEYS:
+        if key.startswith("ssm.") and file.get(key) is None:
+            raise UserError(f"{file.path}: {file.architecture}.{key} is missing")
+    heads, values, layers = (
+        file.get("ssm.time_step_rank"),
+        file.get("ssm.inner_size"),
+        _layers(file),
+    )
+    if not is_integer(heads) or not is_integer(values) or heads < 1 or values % heads:
+        raise file.refuse_own("ssm.inner_size")
+    types = file.metadata.get(f"{file.architecture}.attention.recurrent_layers")
+    if isinstance(types, list) and is_integer(layers):  # layers behind those predict more tokens
+        kinds = ("full_attention", "linear_attention")
+        types = [kinds[each is True] for each in types[:layers]]
+    return {
+        "num_experts": file.get("expert_count"),
+        "shared_expert_intermediate_size": file.get("expert_shared_feed_forward_length"),
+        "linear_value_head_dim": values // heads,
+        "layer_types": types,
+        "norm_topk_prob": True,
+        **_attention(file),
+    }
+
+
 def _mixtral(file: _File) -> dict[str, Any]:
     return {"num_local_experts": file.get("expert_count")}
 
@@ -147,29 +172,37 @@ class Architecture:
     - `family`: the architecture in config.json.
     - `fields`: the file → fields of config.json that go before those of _COMMON.
     - `keys`: key after the architecture → field, over _COMMON.
-    - `permuted`: whether rotated values of q and k lie in pairs, not in halves.
+    - `partial`: whether a part of each head may be rotated.
     - `gating`: expert_gating_func, if the file has it.
     """
 
     family: str
     fields: Callable[[_File], dict[str, Any]]
     keys: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    permuted: bool = False
+    partial: bool = False
     gating: int = _SOFTMAX
 
+
+_DELTA_KEYS: dict[str, str | None] = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.inner_size": None,
+    "attention.recurrent_layers": None,
+    "rope.dimension_sections": None,  # of images: the positions of text are equal
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2),
     "olmoe": Architecture("OlmoeForCausalLM", _olmoe, {"attention.clamp_kqv": "clip_qkv"}),
-    "llama": Architecture("MixtralForCausalLM", _mixtral, permuted=True),
+    "llama": Architecture("MixtralForCausalLM", _mixtral),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", _delta_net, _DELTA_KEYS, partial=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _delta_net, _DELTA_KEYS, partial=True),
 }
 """general.architecture → how its files are read."""
-
-
-def architecture_of(headers: Sequence[GgufHeader]) -> Architecture:
-    """How the files of a model are read. Raises UserError for an unknown architecture."""
-    return _architecture(_File(headers))
 
 
 def _architecture(file: _File) -> Architecture:
@@ -209,7 +242,7 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     fields["num_hidden_layers"] = _layers(file)
-    fields["rope_parameters"] = _rope(file, fields)
+    fields["rope_parameters"] = _rope(file, fields, architecture.partial)
     fields["dtype"] = FLOATS.get(embedding.type, "bfloat16")
     eos, eot = (file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))
     fields["eos_token_id"] = [end for end in (eos, eot if eot != eos else None) if end is not None]
@@ -221,16 +254,20 @@ def _layers(file: _File) -> Any:
     return count - later if isinstance(count, int) and isinstance(later, int) else count
 
 
-def _rope(file: _File, fields: dict[str, Any]) -> dict[str, Any]:
+def _rope(file: _File, fields: dict[str, Any], partial: bool) -> dict[str, Any]:
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     whole = hidden // heads if is_integer(hidden) and is_integer(heads) and heads else None
-    if file.get("rope.dimension_count") not in (None, fields.get("head_dim", whole)):
+    width, rotated = fields.get("head_dim", whole), file.get("rope.dimension_count")
+    rotated = width if rotated is None else rotated
+    if rotated != width and not (partial and is_integer(rotated) and is_integer(width) and width):
         raise file.refuse_own("rope.dimension_count")
     found = {field: file.get(key) for key, field in _ROPE.items() if file.get(key) is not None}
     if found.setdefault("rope_type", "none") == "none":
         found = {"rope_theta": found.get("rope_theta", 10_000.0), "rope_type": "default"}
     elif found["rope_type"] not in ("linear", "yarn"):
         raise file.refuse_own("rope.scaling.type")
+    if partial:
+        found["partial_rotary_factor"] = 1.0 if rotated == width else rotated / width
     return found
 
 

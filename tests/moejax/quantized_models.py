@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.moejax.transformers_models import random_model
+from tests.moejax.transformers_models import random_model, separate_experts, stack_experts
 
 Tensors = dict[str, Any]
 
@@ -199,6 +199,11 @@ float32) → its tensors, and what its authors' library dequantizes them to. The
 and modelopt follow the texts of AutoAWQ, GPTQModel and modelopt, whose own need a GPU."""
 
 
+_KEPT = ("lm_head", "embed", "norm", ".gate.weight", "expert_gate", "conv1d", "in_proj_a.")
+_KEPT += ("in_proj_b", "visual")
+"""Parts of names of what is not quantized, as in published files."""
+
+
 def quantized_model(
     directory: Path,
     version: str | Callable[[str], str | None],
@@ -220,9 +225,10 @@ def quantized_model(
     model.save_pretrained(directory)
     from safetensors.torch import load_file
 
-    tensors, dense = load_file(directory / "model.safetensors"), {}
+    whole = load_file(directory / "model.safetensors")
+    tensors, dense = separate_experts(whole), {}
     for name in sorted(tensors):
-        kept = any(part in name for part in ("lm_head", "embed", "norm", ".gate.weight"))
+        kept = any(part in name for part in _KEPT)
         if kept or (not name.endswith("_proj.weight") and ".w" not in name and "_mqa" not in name):
             continue
         if (chosen := choose(name)) is None:
@@ -244,7 +250,7 @@ def quantized_model(
     path.write_text(json.dumps(fields | {"dtype": "bfloat16"}))
     plain = directory.with_name(f"{directory.name}-dense")
     model.save_pretrained(plain)
-    whole = load_file(plain / "model.safetensors") | dense
+    whole = stack_experts(separate_experts(whole) | dense, whole)
     save_file(whole, plain / "model.safetensors", {"format": "pt"})
     return (
         type(model)

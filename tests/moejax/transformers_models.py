@@ -4,9 +4,10 @@ tests/conftest.py."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "Qwen3Next": {**_NARROW, **_DELTA, "num_experts": 6},
     "Qwen3_5Moe": {**_NARROW, **_DELTA, "num_experts": 6},
+    "Qwen3_5MoeText": {**_NARROW, **_DELTA, "num_experts": 6},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
 
 
-_LESS_ONE = ("Qwen3Next", "Qwen3_5Moe")
+_LESS_ONE = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5MoeText")
 """Families whose norms add one to their weights."""
 
 _VISION: dict[str, dict[str, Any]] = {
@@ -294,6 +296,8 @@ def _classes(family: str) -> tuple[Any, Any]:
         return transformers.SarvamMoEConfig, transformers.Glm4MoeForCausalLM
     if family == "SarvamMLA":
         return transformers.SarvamMLAConfig, transformers.DeepseekV3ForCausalLM
+    if family == "Qwen3_5MoeText":
+        return transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM
     if family in ("Gemma4", "Llama4"):  # their Config is that of images and text
         text = getattr(transformers, f"{family}TextConfig")
         return text, getattr(transformers, f"{family}ForCausalLM")
@@ -369,6 +373,47 @@ def save(model: Any, directory: Path, *, older_keys: bool = False, **options: An
             config["num_experts"] = config.pop("num_local_experts")
         path.write_text(json.dumps(config))
     return directory
+
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+
+
+def separate_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's tensors, each expert's matrices by themselves."""
+    separate = {}
+    for name, tensor in tensors.items():
+        if (found := _STACKED.fullmatch(name)) is None:
+            separate[name] = tensor
+            continue
+        matrices = ("gate", "up") if found[2] == "gate_up" else ("down",)
+        for expert, each in enumerate(tensor):
+            for matrix, part in zip(matrices, each.chunk(len(matrices)), strict=True):
+                separate[f"{found[1]}.{expert}.{matrix}_proj.weight"] = part.contiguous()
+    return separate
+
+
+def stack_experts(tensors: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The reverse of separate_experts, for a checkpoint with these names."""
+    import torch
+
+    stacked = {}
+    for name in names:
+        if (found := _STACKED.fullmatch(name)) is None:
+            stacked[name] = tensors[name]
+            continue
+        matrices = ("gate", "up") if found[2] == "gate_up" else ("down",)
+        parts = [
+            torch.stack([tensors[e] for e in each])
+            for m in matrices
+            if (each := _of_experts(tensors, f"{found[1]}.", f".{m}_proj.weight"))
+        ]
+        stacked[name] = torch.cat(parts, dim=1)
+    return stacked
+
+
+def _of_experts(tensors: dict[str, Any], prefix: str, suffix: str) -> list[str]:
+    names = (f"{prefix}{expert}{suffix}" for expert in itertools.count())
+    return list(itertools.takewhile(tensors.__contains__, names))
 
 
 def _save_as_published(model: Any, directory: Path) -> None:

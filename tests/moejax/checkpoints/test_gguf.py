@@ -167,7 +167,15 @@ def test_records_mean_what_the_package_says(type_, split, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3Moe",
+        "Mixtral",
+        pytest.param("Qwen3Next", marks=pytest.mark.nightly),
+        "Qwen3_5MoeText",
+    ],
+)
 def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory):
     path = directory / f"{family}-run.gguf"
     model = gguf_model(path, family)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
 PROMPTS = [[5, 6, 7, 30], list(range(20, 90))]
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False}
-FAMILIES = {"fp8-16x32-f32": ("Qwen3Moe", "DeepseekV3", "Mixtral")}
+FAMILIES = {"fp8-16x32-f32": ("Qwen3Moe", "DeepseekV3", "Mixtral", "Qwen3Next", "Qwen3_5Moe")}
 RUN = [*[*FORMATS][:9], "awq:int4-32-f16-zero", "gptq:int4-16-f16"]
 CASES = [(v, family) for v in RUN for family in FAMILIES.get(v, ("Qwen3Moe",))]
 IN_CI = [CASES[0], *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", *RUN[-2:]))]
