@@ -417,6 +417,16 @@ class LayerStack(nnx.Module):
         correction = self.optional_weight("correction")
         return None if correction is None else correction.reshape(len(correction), -1)
 
+    def router_input(self, i: jax.Array, x: jax.Array) -> jax.Array:
+        """What the router of layer i reads, [T, D], where experts read something else.
+
+        - `x`: as attend returns it.
+        """
+        x = x if self.second is None else jnp.split(x, 2, axis=1)[0]
+        if "router_norm" in self.weights:
+            return scale(self.norm(x, "router_norm", i), x.shape[1] ** -0.5)
+        return self.norm(x, self.mlp_norm, i)
+
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
         """The router's scores float32[T, E] for normed [T, D], which route returned."""
         logits = sum_of_parts(self._router_logits(i, normed, tokens))

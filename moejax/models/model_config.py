@@ -157,7 +157,7 @@ class ModelConfig:
     """Logits x become cap · tanh(x / cap)."""
     routes_apart: bool = False
     """Whether experts read other values than the router, or their weights have a factor of each
-    expert: then no kernel does both the routing and what follows, and no trace has arrays of it."""
+    expert: then no kernel does both the routing and what follows."""
     mean_norms: bool = False
     """Whether norms subtract the mean, also without biases."""
     mlp_multiplier: float = 1.0

@@ -149,6 +149,9 @@ def device_step(
         if stack.finishes:
             carry = carry._replace(x=stack.finish(i, before, carry.x, tokens))
         x, memory = carry.x, carry.memory
+        if stack.config.routes_apart and context.arrays:
+            # Behind a barrier, so that routing is compiled as without the arrays.
+            normed = stack.router_input(i, lax.optimization_barrier((before, x))[0])
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
         if stages is not None:

@@ -98,7 +98,8 @@ class _StepPart:
         if name in ("route", "attend"):
             stack = self._stack(self.programs.params)
             again = stack.config.parallel if name == "attend" else stack.finishes
-            if again or stack.second is not None:  # x is read later, or of another shape
+            observed = name == "route" and self.programs.steps.trace_arrays
+            if again or observed or stack.second is not None:  # read later, or of another shape
                 donated -= {"x", "attended"}
         _, *parameters = inspect.signature(method).parameters  # the first one is self
         shapes = self.shapes()
@@ -122,7 +123,7 @@ class _StepPart:
         counts = array(counts_size(experts, len(programs.stores)))
         residents = (programs.tables.address,) if programs.steps.favours_residents else ()
         forced = (programs.routing(key, layers),) if key.forced else ()
-        seen, widths = TraceArrays(), {"probs": experts, "gate_input": hidden}
+        seen, widths = TraceArrays(), {"probs": experts, "gate_input": config.hidden_size}
         for name in widths.keys() & programs.steps.trace_arrays if key.traced else ():
             seen = seen._replace(**{name: array(tokens, widths[name], dtype=jnp.float16)})
         return {
@@ -188,9 +189,11 @@ class _StepPart:
         return route_layer(stack, i, attended, self._tokens(batch)[1], forced, favour)
 
     @_part()
-    def observe(self, params, normed, batch, i):
-        wanted = self.programs.steps.trace_arrays
-        return layer_arrays(self._stack(params), i, normed, self._tokens(batch)[1], wanted)
+    def observe(self, params, normed, attended, batch, i):
+        stack, wanted = self._stack(params), self.programs.steps.trace_arrays
+        if stack.config.routes_apart:
+            normed = stack.router_input(i, attended)
+        return layer_arrays(stack, i, normed, self._tokens(batch)[1], wanted)
 
     @_part(donated="x")
     def feed_forward(self, params, x, batch, i):

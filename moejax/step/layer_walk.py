@@ -147,12 +147,13 @@ class LayerWalk:
                 continue
             if hooks is not None:
                 self._carry_out(hooks(Moment.LAYER_BEGIN, layer, None), layer)
+            attended = x
             residents = (buffers.tables.address,) if self._steps.favours_residents else ()
             x, normed, ids, weights = parts["route", run](
                 *(params, x, batch, index), *residents, *extra
             )
             if ("observe", run) in parts:
-                self.layer_arrays = parts["observe", run](params, normed, batch, index)
+                self.layer_arrays = parts["observe", run](*(params, normed, attended, batch, index))
             if hooks is not None:
                 self._show_routing(hooks, layer, normed, Routing(ids, weights))
             if self._stream is not None:

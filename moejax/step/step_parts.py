@@ -514,12 +514,13 @@ def layer_arrays(
     The scores are computed a second time, behind the barrier before the experts. So the routing is
     compiled as without trace arrays, and has the same bits.
 
-    - `normed`: [T, D], input of the experts.
+    - `normed`: [T, D], input of the router.
     """
     probs = gate_input = None
     with jax.named_scope("observe"):
         if "probs" in wanted:
-            probs = stack.router_scores(i, normed, tokens).astype(jnp.float16)
+            scores = stack.router_scores(i, normed, tokens)
+            probs = scores[:, : stack.config.num_experts].astype(jnp.float16)
         if "gate_input" in wanted:
             gate_input = normed.astype(jnp.float16)
     return TraceArrays(probs, gate_input)

@@ -23,6 +23,7 @@ from moejax.models.attention.short_conv import ShortConvolution
 from moejax.models.families.gemma4 import NormedValues
 from moejax.models.families.hunyuan_v1_moe import LateNormAttention
 from moejax.models.families.llama4 import Llama4Attention
+from moejax.models.families.longcat_flash import ScaledLatentAttention
 from moejax.models.families.mistral4 import GrowingAttention
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
@@ -172,6 +173,8 @@ def _latent(layer: Layer, normed):
     q = mla.scale_queries(q.reshape(len(q), heads, -1), jnp.arange(len(q)))
     kv = layer.linear(normed, "kv_a")
     latent = layer.norm(kv[:, :rank], "kv_a_norm", LATENT_EPS)
+    if isinstance(mla, ScaledLatentAttention):
+        latent = latent * mla.latent_factor
     kv_heads = layer.linear(latent, "kv_b").reshape(len(kv), heads, -1)
     q_rope = layer.rotate(q[..., nope:], mla.rope_interleave, turn)
     k_rope = layer.rotate(kv[:, None, rank:], mla.rope_interleave, turn)
@@ -334,6 +337,7 @@ KINDS: dict[type, Callable[[Layer, Any], jax.Array]] = {
     **dict.fromkeys((GroupedQueryAttention, GatedAttention, LateNormAttention), _grouped),
     **dict.fromkeys((Llama4Attention, NormedValues), _grouped),
     **dict.fromkeys((LatentAttention, GrowingAttention, IndexedAttention), _latent),
+    ScaledLatentAttention: _latent,
     HeadGatedAttention: _head_gated,
     GatedDeltaNet: _gated_delta,
     KimiDeltaAttention: _kimi_delta,

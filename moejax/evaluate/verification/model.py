@@ -23,6 +23,7 @@ from moejax.evaluate.verification.reference import Followed, Reference, Tensors
 from moejax.evaluate.verification.table import Check
 from moejax.evaluate.verification.words import check_words
 from moejax.models.directory import read_json
+from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.report.model_info import model_info
 
@@ -79,8 +80,7 @@ def verify(
         tensors = Tensors(checkpoint, stack)
         Reference(checkpoint.config, tensors)  # refuses before the weights are read
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        arrays = "" if checkpoint.config.routes_apart else ",arrays=gate_input"
-        with start(trace=f"{scratch}/trace{arrays}") as llm:
+        with start(trace=f"{scratch}/trace,arrays=gate_input") as llm:
             tokenizer, config, dtype = llm.get_tokenizer(), llm.config, llm.dtype
             yield from check_words(tokenizer, config, directory)
             ids = _ids(llm, text, tokens)
@@ -94,8 +94,7 @@ def verify(
                 report(layer + 1)
                 states, misrouted = after, misrouted + wrong
                 if config.moe_layers[layer]:
-                    if followed.inputs is not None:
-                        errors.append((layer, _distances(followed.inputs[moe], np.asarray(normed))))
+                    errors.append((layer, _distances(followed.inputs[moe], np.asarray(normed))))
                     moe += 1
             logits = reference.logits(states)
             yield _of_layers(errors, dtype)
@@ -124,17 +123,14 @@ def _run(llm: LLM, ids: list[int]) -> tuple[list[int], Followed, np.ndarray]:
     last; the logits of the generated tokens)."""
     chunk, count = llm.engine.runner.shapes.chunk, len(ids) + GENERATED - 1
     moe = sum(llm.config.moe_layers)
-    hidden = None
-    if not llm.config.routes_apart:
-        hidden = np.full((moe, count, llm.config.hidden_size), np.nan, np.float32)
+    hidden = np.full((moe, count, llm.config.hidden_size), np.nan, np.float32)
     chosen = np.zeros((moe, count, llm.config.num_experts_per_tok), np.int32)
     logits: list[np.ndarray] = []
 
     def listen(step: Any) -> None:
-        pairs: list[tuple[np.ndarray, np.ndarray]] = [(chosen, np.asarray(step.output.routing.ids))]
-        if hidden is not None:
-            pairs.append((hidden, np.asarray(step.output.arrays.gate_input, np.float32)))
-        for into, found in pairs:
+        ids_found = np.asarray(step.output.routing.ids)
+        read = np.asarray(step.output.arrays.gate_input, np.float32)
+        for into, found in ((chosen, ids_found), (hidden, read)):
             for i, piece in enumerate(step.work.chunks):
                 rows = found[:, i * chunk : i * chunk + piece.length]
                 into[:, piece.start : piece.start + piece.length] = rows
@@ -148,11 +144,8 @@ def _run(llm: LLM, ids: list[int]) -> tuple[list[int], Followed, np.ndarray]:
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     (output,) = llm.generate([ids], params, use_tqdm=False)
     llm.engine.listener = None
-    followed = Followed(hidden, chosen)
-    if hidden is None:  # the reference's own values stand in for those of the last layer
-        far = FEW * LIMITS[llm.dtype] * math.sqrt(llm.config.num_hidden_layers)
-        followed = followed._replace(hair=far)
-    return [*ids, *output.outputs[0].token_ids], followed, np.stack(logits)
+    tokens = [*ids, *output.outputs[0].token_ids]
+    return tokens, Followed(hidden, chosen), np.stack(logits)
 
 
 def _distances(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -166,9 +159,6 @@ def _is_near(far: np.ndarray, limit: float) -> bool:
 
 
 def _of_layers(errors: Sequence[tuple[int, np.ndarray]], dtype: str) -> Check:
-    if not errors:
-        said = "experts read other values than routers: the logits below are of all layers"
-        return Check("layers against float32", None, said)
     name = f"{len(errors)} layers against float32"
     wrong = [
         (layer, far)
@@ -239,7 +229,7 @@ def _of_transformers(reference: Reference, directory: Path, ids: list[int]) -> C
         return Check(name, None, "not one layer fits into memory")
     logits = reference.logits_of(ids, layers)
     try:
-        theirs = _their_logits(directory, ids, layers, config.num_hidden_layers)
+        theirs = _their_logits(reference.config, directory, ids, layers)
     except Exception as error:  # of another library: what it cannot load is not a fault here
         return Check(name, None, f"it cannot load the checkpoint: {_first_line(error)}")
     found = np.abs(_log_probabilities(logits) - _log_probabilities(theirs)).max()
@@ -256,16 +246,16 @@ def _layers_that_fit(reference: Reference) -> int:
     return max(0, min(config.num_hidden_layers, int(fit)))
 
 
-def _their_logits(directory: Path, ids: list[int], layers: int, every: int) -> np.ndarray:
+def _their_logits(ours: ModelConfig, directory: Path, ids: list[int], layers: int) -> np.ndarray:
     import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     text = config.get_text_config()
     for key, value in list(vars(text).items()):  # lists of all layers
-        if isinstance(value, list) and len(value) == every:
+        if isinstance(value, list) and len(value) == ours.num_hidden_layers:
             setattr(text, key, value[:layers])
-    text.num_hidden_layers = layers
+    text.num_hidden_layers = layers * ours.attentions  # LongCat-Flash counts these
     names = read_json(directory / "config.json").get("architectures") or [""]
     kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
     model = kind.from_pretrained(

@@ -21,7 +21,7 @@ from moejax.checkpoints.tensors import ExpertPlace, layer_params, model_params
 from moejax.errors import UserError
 from moejax.evaluate.verification import attention
 from moejax.evaluate.verification.attention import Layer
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import SECOND, ModelConfig
 
 KNOWN = attention.PARAMETERS | {
     *("input_norm", "post_norm", "router", "correction", "gate_up", "down"),
@@ -50,11 +50,10 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Followed(NamedTuple):
     """What an engine's routers saw and chose, of all MoE layers."""
 
-    inputs: np.ndarray | None
-    """float32[L, T, D]; None: the engine did not say."""
+    inputs: np.ndarray
+    """float32[L, T, D]."""
     ids: np.ndarray
     """int32[L, T, K]."""
-    hair: float = HAIR
 
 
 class Tensors:
@@ -114,7 +113,7 @@ class Reference:
             key
             for run in config.runs
             for key in layer_params(config, run.start)
-            if key.removesuffix("_bias") not in KNOWN
+            if key.removeprefix(SECOND).removesuffix("_bias") not in KNOWN
         }
         if unknown:
             raise UserError(
@@ -134,8 +133,8 @@ class Reference:
     def layers(
         self, x: jax.Array, count: int | None = None, followed: Followed | None = None
     ) -> Iterator[tuple[jax.Array, jax.Array, int]]:
-        """Yields for each layer (x after it, the normalised input of its router or feed-forward,
-        how many tokens the engine routed otherwise than by its router's input).
+        """Yields for each layer (x after it, what its router or feed-forward reads, how many
+        tokens the engine routed otherwise than by what its router reads).
 
         - `count`: how many layers; None: all.
         - `followed`: the engine's routing, which is taken here too. Of two experts that are alike
@@ -151,19 +150,21 @@ class Reference:
             yield x, normed, wrong
 
     def _layer(self, layer: Layer, x, followed):
+        if layer.config.second_attention:
+            return self._two_halves(layer, x, followed)
         config, before = layer.config, x
         normed, wrong, factor = layer.norm(x, "input_norm"), 0, config.residual_multiplier
-        of_experts = 1.0
+        of_experts, routed = 1.0, normed
         heads = layer.linear(attention.attend(layer, normed), "o")
         x = x + factor * layer.norm(heads, "attention_out_norm")
         if not config.parallel:
-            before, normed = x, layer.norm(x, "post_norm")
+            before, routed = x, layer.norm(x, "post_norm")
+            normed = routed
         if config.attention_only:
             return x, normed, wrong
         if not config.moe_layers[layer.number]:
             out = self._gated(layer, normed, "")
         else:
-            routed = normed
             if "router_norm" in layer.params:
                 routed = layer.norm(before, "router_norm") * config.hidden_size**-0.5
             given = self._latent(layer, normed, "latent_in")
@@ -174,7 +175,24 @@ class Reference:
                 out = out + self._shared(layer, before, normed)
             of_experts = config.mlp_multiplier
         x = x + factor * of_experts * layer.norm(out, "mlp_out_norm")
-        return x * layer.params.get("layer_scale", 1.0), normed, wrong
+        return x * layer.params.get("layer_scale", 1.0), routed, wrong
+
+    def _two_halves(self, layer: Layer, x, followed):
+        """A layer of two attentions and two feed-forwards, whose experts read what the first
+        feed-forward reads and are added at the end."""
+        second = {
+            key.removeprefix(SECOND): value
+            for key, value in layer.params.items()
+            if key.startswith(SECOND)
+        }
+        given = []
+        for half in (layer, Layer(layer.config, second, layer.number)):
+            normed = half.norm(x, "input_norm")
+            x = x + half.linear(attention.attend(half, normed), "o")
+            given.append(half.norm(x, "post_norm"))
+            x = x + self._gated(half, given[-1], "")
+        out, wrong = self._experts(layer, given[0], given[0], followed)
+        return x + out, given[0], wrong
 
     def logits(self, x: jax.Array) -> np.ndarray:
         """float32[T, V] of x after the last layer."""
@@ -234,10 +252,9 @@ class Reference:
         logits = np.asarray(layer.linear(routed, "router"), np.float64)
         ids, weights = self._route(logits, params)
         if followed is not None and self.config.scoring_func != "sparsemixer":
-            ids, seen = followed.ids[moe], logits
-            if followed.inputs is not None:
-                seen = np.asarray(layer.linear(followed.inputs[moe], "router"), np.float64)
-            wrong = self._wrong(seen, params, ids, followed.hair)
+            seen = np.asarray(layer.linear(followed.inputs[moe], "router"), np.float64)
+            ids = self._with_zero_experts(followed.ids[moe], seen, params)
+            wrong = self._wrong(seen, params, ids)
             weights = self._weights(logits, ids)
         if "expert_scale" in params:
             weights = weights * np.asarray(params["expert_scale"])[ids]
@@ -245,12 +262,26 @@ class Reference:
         for expert in np.unique(ids):
             rows, places = np.nonzero(ids == expert)
             weight = weights[rows, places][:, None]
-            if self.config.weighted_inputs:
+            if expert >= self.config.num_experts:
+                y = normed[rows] * weight
+            elif self.config.weighted_inputs:
                 y = self._expert(normed[rows] * weight, moe, int(expert))
             else:
                 y = self._expert(normed[rows], moe, int(expert)) * weight
             np.add.at(out, rows, np.asarray(y))
         return out, wrong
+
+    def _with_zero_experts(self, ids: np.ndarray, logits: np.ndarray, params) -> np.ndarray:
+        """The engine's choice, which does not say which of the zero_experts it has: its best."""
+        first = self.config.num_experts
+        if not self.config.zero_experts:
+            return ids
+        choice, _ = self._choice(logits, params)
+        best = first + np.argsort(-choice[:, first:], axis=1, kind="stable")
+        found, number = ids.copy(), np.cumsum(ids >= first, axis=1) - 1
+        rows, places = np.nonzero(ids >= first)
+        found[rows, places] = best[rows, number[rows, places]]
+        return found
 
     def _expert(self, x, moe, expert):
         def product(x, matrix):
@@ -301,7 +332,7 @@ class Reference:
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-20)
         return (weights * self.config.routed_scaling_factor).astype(np.float32)
 
-    def _wrong(self, logits: np.ndarray, params, ids: np.ndarray, hair: float = HAIR) -> int:
+    def _wrong(self, logits: np.ndarray, params, ids: np.ndarray) -> int:
         """How many tokens have other experts than their best, by more than a hair, or one twice."""
         (choice, apart), rows = self._choice(logits, params), np.arange(len(ids))[:, None]
         chosen = choice[rows, ids].min(1)
@@ -310,7 +341,7 @@ class Reference:
         # How steep a score is in its logit: at most the score (softmax), or a quarter (sigmoid).
         steep = self._scores(logits)[rows, others.argmax(1)[:, None]][:, 0]
         steep = steep if self.config.scoring_func == "softmax" else 0.25
-        hair = 2 * hair * np.sqrt((logits**2).mean(1)) * steep
+        hair = 2 * HAIR * np.sqrt((logits**2).mean(1)) * steep
         worse = (chosen < others.max(1) - hair) & (apart > 2 * hair)
         twice = (np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1)
         return int((worse | twice).sum())

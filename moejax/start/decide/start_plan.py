@@ -170,7 +170,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             no_mosaic=without_mosaic(config, model.dtype, layout, formats),
             shared_kib=device.shared_kib,
         )
-    needs = (need for policy in settings.policies for need in policy.needs)
+    needs = TRACE_ARRAYS & {need for policy in settings.policies for need in policy.needs}
     drafts = options.runtime.speculative_config is not None
     steps = StepSpec(
         device_kind=device.kind,
@@ -196,15 +196,14 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         store="file" if options.memory.store.name == "file" else "memory",
         queue=queue_of(settings),
         second=second_of(settings, ops, model.dtype, device.platform),
-        trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
+        trace_arrays=needs | (TRACE_ARRAYS & {*settings.trace_arrays}),
         cache_aware=options.policy.cache_aware_routing,
         drafts=drafts,
     )
-    if config.routes_apart and (steps.trace_arrays or search_of(settings.policies) is not None):
+    if config.routes_apart and (needs or search_of(settings.policies) is not None):
         raise UserError(
             f"experts of {config.architecture} read other values than its routers, so there are "
-            "no trace arrays of it and no policies that need them; leave trace_arrays out, or "
-            "choose another prefetch"
+            "no policies for it that look at router inputs; choose another prefetch"
         )
     refuse_conflicts(Situation(settings, device.platform, steps))
     return steps

@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from moejax import SamplingParams
+from moejax import LLM, SamplingParams
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import TRACE_ARRAYS, TraceArrays
 from moejax.traces import read_trace
 from tests.moejax.engine.scenes import open_llm, same_bits
 from tests.moejax.engine_runs import Job, Recorded, run
+from tests.moejax.models.families import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 JOBS = [Job(tuple(range(7 * i + 5, 7 * i + 15 + 40 * i)), GREEDY, arrival=3 * i) for i in range(3)]
@@ -137,3 +138,29 @@ def test_policies_see_them_while_the_host_driver_makes_the_step(tmp_path):
         elif seen.moment != Moment.STEP_END:
             assert seen.ids is seen.probs is seen.gate_input is None
     assert len(moments) == 5 and kinds == {"prefill", "decode"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Gemma4", "LongcatFlash"])
+def test_where_experts_read_something_else(family, tmp_path):
+    """They are what routers read, by both drivers, and change no bit."""
+    directory = write_checkpoint(tmp_path / "model", f"{family}ForCausalLM")
+
+    def record(name: str, **options):
+        with LLM(
+            directory, progress=False, expert_budget="50%", max_model_len=64, **options
+        ) as llm:
+            found = run(llm, JOBS[:1])
+        traced = list(read_trace(tmp_path / name).step_traces()) if "trace" in options else []
+        return found[0], [step.gate_input for step in traced]
+
+    plain, _ = record("")
+    both = []
+    for driver in ("device", "host"):
+        traced, inputs = record(
+            driver, driver=driver, trace=f"{tmp_path / driver},arrays=gate_input"
+        )
+        assert traced.same_bits(plain) and inputs
+        both.append(inputs)
+    for one, other in zip(*both, strict=True):
+        np.testing.assert_array_equal(one, other)
