@@ -230,6 +230,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
         "norm_eps": 1e-3,  # a small value's rounding is not scaled by a norm
     },
+    "AriaText": {"intermediate_size": 32, "moe_num_experts": 6},
     "Qwen3Next": {**_NARROW, **_DELTA, "num_experts": 6},
     "Qwen3_5Moe": {**_NARROW, **_DELTA, "num_experts": 6},
     "Qwen3_5MoeText": {**_NARROW, **_DELTA, "num_experts": 6},

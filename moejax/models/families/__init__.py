@@ -33,6 +33,8 @@ _PLACES = (
     "kimi_linear:FAMILY",
     "longcat_flash:FAMILY",
     "dbrx:FAMILY",
+    "aria:FAMILY",
+    "aria:IMAGES",
     "hy_v3:FAMILY",
     "exaone_moe:FAMILY",
     "hunyuan_v1_moe:FAMILY",

@@ -77,4 +77,5 @@ FAMILY = Family(
     layer_params,
     wide_params=frozenset({"correction"}),
     ignores=_of_later_tokens,
+    aliases=("ExaoneMoEForCausalLM",),
 )

@@ -20,6 +20,7 @@ from moejax.models.family import (
     router_params,
     wrapper_of,
 )
+from moejax.models.json_values import is_integer
 from moejax.models.model_config import LayerKind, ModelConfig
 from pallas_kernels.rms_norm import rms_norm
 
@@ -71,7 +72,7 @@ def parse(fields: Fields) -> ModelConfig:
     decoder = fields.decoder(
         eps=1e-5, max_positions=131_072, vocabulary=202_048, theta=500_000.0, eos=2
     )
-    norms, tuned = fields.flag("use_qk_norm", True), fields.flag("attn_temperature_tuning", True)
+    norms, tuned = fields.flag("use_qk_norm", True), _tuned(fields)
     growth = fields.number("attn_scale", 0.1) if tuned else 0.0
     kinds = {
         True: Llama4Attention(norms=norms),
@@ -111,6 +112,12 @@ def parse(fields: Fields) -> ModelConfig:
         weighted_inputs=True,
         **decoder,
     )
+
+
+def _tuned(fields: Fields) -> bool:
+    """attn_temperature_tuning, which the first published files have as a number."""
+    value = fields.raw.get("attn_temperature_tuning")
+    return bool(value) if is_integer(value) else fields.flag("attn_temperature_tuning", True)
 
 
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:

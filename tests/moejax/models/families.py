@@ -244,6 +244,8 @@ SMALL: dict[str, dict[str, Any]] = {
         mlp_only_layers=[0],
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
+    "AriaTextForCausalLM": dict(moe_num_experts=8),
+    "AriaForConditionalGeneration": dict(moe_num_experts=8),
     "Mistral3ForConditionalGeneration": dict(LATENT, q_lora_rank=24, rope_parameters=GROWING),
     "Lfm2MoeForCausalLM": dict(
         num_experts=8,

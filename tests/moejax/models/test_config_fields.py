@@ -39,6 +39,7 @@ NO_ROPE = JAMBA, KIMI_LINEAR
 NEMOTRON, LONGCAT, DBRX = "nemotron_h", "longcat_flash", "dbrx"
 INDEXED = "deepseek_v32", "glm_moe_dsa"
 GEMMAS, LLAMAS = ("gemma4_text", "gemma4"), ("llama4_text", "llama4")
+ARIAS = "aria_text", "aria"
 OF_V3 = (*INDEXED, AXK1)
 CORRECTED = (
     KIMI_LINEAR,
@@ -61,7 +62,7 @@ GQA = (
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
     *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE, HYBRID, JAMBA),
-    *(MELLUM, WINDOWS, NEMOTRON),
+    *(MELLUM, WINDOWS, NEMOTRON, *ARIAS),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (KIMI_LINEAR, LONGCAT, *DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
@@ -172,6 +173,7 @@ MODELLED = {
     QWEN35: QWEN35_V,
     "gemma4_text": "gemma4",
     "llama4_text": "llama4",
+    "aria_text": "aria",
 }
 """Families whose text model is another directory of transformers'."""
 
@@ -193,7 +195,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         tuple(
             kind
             for kind in KINDS
-            if kind not in (GPT, LFM, HYBRID, NEMOTRON, DBRX, *NO_ROPE, *DELTAS, *GEMMAS)
+            if kind not in (GPT, LFM, HYBRID, NEMOTRON, DBRX, *NO_ROPE, *DELTAS, *GEMMAS, *ARIAS)
         ),
         "gelu",
     ),
@@ -278,7 +280,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
             *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
-            *(COHERE, MELLUM, LONGCAT),
+            *(COHERE, MELLUM, LONGCAT, *ARIAS),
         ),
         "other",
     ),
@@ -381,11 +383,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "interleave_moe_layer_step": (LLAMAS, 2),
     "no_rope_layers": (LLAMAS, [0] * 48),
     "no_rope_layer_interval": (LLAMAS, 2),
-    "attn_temperature_tuning": (LLAMAS, False),
+    "attn_temperature_tuning": (LLAMAS, 0),
     "floor_scale": (LLAMAS, 100),
     "attn_scale": (LLAMAS, 0.3),
     "router_scaling_factor": ((HY3,), 2.0),
-    "moe_topk": ((HUNYUAN, LONGCAT), 3),
+    "moe_topk": ((HUNYUAN, LONGCAT, *ARIAS), 3),
     "use_qkv_bias": ((SARVAM, BAILING), True),
     "qkv_bias": (("qwen2_moe",), False),
     "shared_expert_intermediate_size": (("qwen2_moe", FLINT, *DELTAS), 48),
@@ -418,7 +420,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "qk_rope_head_dim": (MLA, 32),
     "v_head_dim": (MLA, 32),
     "n_shared_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 3),
-    "mlp_bias": (("deepseek_v2", HY3, NEMOTRON), True),
+    "mlp_bias": (("deepseek_v2", HY3, NEMOTRON, *ARIAS), True),
     "routed_scaling_factor": (
         (*CORRECTED, "deepseek_v2", EXAONE, LFM, BAILING, *MISTRALS, NEMOTRON, LONGCAT),
         3.5,
@@ -436,8 +438,8 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "use_qk_norm": ((GLM, SARVAM, BAILING, *LLAMAS), "other"),
     "use_bias": ((ERNIE, NEMOTRON), True),
     "moe_k": ((ERNIE,), 3),
-    "moe_num_experts": ((ERNIE,), 32),
-    "moe_num_shared_experts": ((ERNIE,), 0),
+    "moe_num_experts": ((ERNIE, *ARIAS), 32),
+    "moe_num_shared_experts": ((ERNIE, *ARIAS), 1),
     "moe_layer_start_index": ((ERNIE,), 3),
     "moe_layer_end_index": ((ERNIE,), 9),
     "moe_layer_interval": ((ERNIE,), 2),
@@ -487,7 +489,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
     },
     "hidden_act": {
-        (*DELTAS, LFM, HYBRID, *NO_ROPE): ("gelu", "hidden_act 'gelu' is not implemented")
+        (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS): ("gelu", "hidden_act 'gelu' is not implemented")
     },
     "sliding_window": {
         (
@@ -715,9 +717,9 @@ def reads(text: str) -> set[str]:
 
 def text_part(source: str, kind: str) -> str:
     """The classes of the text model, where a file has others beside it."""
-    if kind not in (QWEN_VL, GLM_V, QWEN35, QWEN35_V, *GEMMAS, *LLAMAS):
+    if kind not in (QWEN_VL, GLM_V, QWEN35, QWEN35_V, *GEMMAS, *LLAMAS, *ARIAS):
         return source
-    names = ("Text", "MoeGated", "MoeAttention", "MoeDecoder", "MoeTopK", "MoeExperts", "MoeSparse")
+    names = ("Text", "MoeGated", "MoeAttention", "MoeDecoder", "MoeTopK", "Experts", "MoeSparse")
     parts = source.split("\nclass ")
     return "\nclass ".join(part for part in parts if any(name in part[:40] for name in names))
 
@@ -728,7 +730,7 @@ def test_every_field_of_the_model_is_known(kind):
     """Of the modelling file and of the config class. A new name in either must be looked at."""
     models, modelled = sources() / "models", MODELLED.get(kind, kind)
     found = reads(text_part((models / modelled / f"modeling_{modelled}.py").read_text(), kind))
-    kind_of_config = modelled if kind in (*WRAPPERS, QWEN35, *GEMMAS, *LLAMAS) else kind
+    kind_of_config = modelled if kind in (*WRAPPERS, QWEN35, *GEMMAS, *LLAMAS, *ARIAS) else kind
     directory = models / kind_of_config
     config = text_part((directory / f"configuration_{kind_of_config}.py").read_text(), kind)
     aliases = "".join(ALIAS.findall(config))

@@ -620,12 +620,26 @@ CASES = {
         {"expert_budget": "0%"},
         family="GraniteMoeSWA",
     ),
+    "Aria: biases, yarn, one shared expert, fewer KV heads": Case(
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "moe_num_shared_experts": 1,
+            "moe_topk": 3,
+            "num_experts_per_tok": 3,
+            "rope_parameters": YARN,
+        },
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="AriaText",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
 
 OTHERS = {
     "BailingMoeV2ForCausalLM": "it is not in transformers; SarvamMoE has its layers",
+    "AriaForConditionalGeneration": "AriaTextForCausalLM under other names: test_wrappers.py",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM under other names: test_wrappers.py",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM under other names: test_wrappers.py",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration has its layers",
@@ -860,6 +874,7 @@ WRONG = {
     "Afmoe": _other("model.layers.0.self_attn.is_local_attention", lambda local: False),
     "FlexOlmo": _swapped_norms_of_layer,
     "AXK1": _one_pair_at_rest,
+    "AriaText": _other("model.layers.1.mlp.router.top_k", lambda count: count - 1),
     "Qwen3Next": _ungated_shared_expert,
     "Lfm2Moe": _other("model.layers.1.feed_forward.gate.routed_scaling_factor", lambda s: 1.1 * s),
     "Qwen3_5Moe": _text_pair_at_rest,

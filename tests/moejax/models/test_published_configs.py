@@ -37,9 +37,10 @@ FILES: dict[str, dict[str, Any]] = {
         json.loads, Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
     )
 }
-"""Model → its config.json. The lists of Phi's rope have other numbers than here, as many; files of
-models published in fp8 or int4 are without quantization_config, those of wrappers without
-vision_config."""
+"""Model → its config.json. A line with `seen` says where all its fields, or its sizes alone, were
+found printed in November 2026; the others were not found again. The lists of Phi's rope have other
+numbers than here, as many; files of models published in fp8 or int4 are without
+quantization_config, those of wrappers without vision_config."""
 
 BILLIONS = {
     "GLM-4.5-Air": 106.85,
@@ -72,6 +73,7 @@ BILLIONS = {
     "Nemotron-3-Nano-30B-A3B": 31.58,
     "LongCat-Flash": 560.66,
     "DBRX": 131.60,
+    "Aria-25B-A4B": 24.87,
 }
 """Parameters of the text models, to two places, of those without an entry in PUBLISHED."""
 
@@ -182,7 +184,7 @@ NOT_HERE = {
     *("SarvamMoEForCausalLM", "SarvamMLAForCausalLM", "BailingMoeV2ForCausalLM"),
     *("AXK1ForCausalLM", "FlintForCausalLM", "Cohere2MoeForCausalLM", "MellumForCausalLM"),
     *("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration", "JambaForCausalLM"),
-    *("GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM", "AriaTextForCausalLM"),
 }
 """Families of which FILES has no model: test_config_fields.py counts at their config classes' own
 sizes."""
@@ -207,6 +209,8 @@ def test_info_counts_the_parameters_that_transformers_counts(name):
     for table in (raw, raw.get("text_config", {})):
         if table.get("model_type") == "kimi_k2":  # which transformers has as DeepSeek-V3
             table["model_type"] = "deepseek_v3"
+    if name == "Llama-4-Scout (text alone)":  # transformers refuses 4
+        raw["attn_temperature_tuning"] = True
     if name == "DBRX":  # transformers refuses 1
         raw["ffn_config"]["moe_normalize_expert_weights"] = 1.0
     config = transformers.AutoConfig.for_model(**raw)
