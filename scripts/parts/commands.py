@@ -22,7 +22,7 @@ from moejax.errors import UserError
 P = ParamSpec("P")
 
 COMMANDS = {
-    "bench": ("decode", "prefill", "load", "start", "peers", "formats", "drafts"),
+    "bench": ("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
     "check": (
         "batch",
         "paired",

@@ -24,6 +24,7 @@ from tests.moejax.engine.budget_workload import (
     LIMITS,
     MEMORY,
     PER_SLOT,
+    USERS,
     cells_now,
     converse,
     planned,
@@ -135,6 +136,24 @@ def test_width_kv_and_cells_together(llm):
     finally:
         engine.control, engine.listener = before, None
         engine.resizer.limit(LIMITS["max_num_seqs"])
+
+
+@pytest.mark.slow
+def test_users_get_their_working_sets(llm):
+    """The same engine with right-sizing: it knows each session's set after its first turn, cells
+    follow the largest of those that run, and no token changes."""
+    engine, before = llm.engine, llm.engine.control
+    policies = [UserCaps(epsilon=0.3, dead=1)]
+    controller = start_controller(engine.runner, policies, max_model_len=256, seed=0)
+    engine.control = control_of(engine.runner, controller, engine.resizer)
+    try:
+        moved = llm.stats()["budget"]["slots_moved"]
+        assert converse(llm) == recorded()[1]
+        (said,) = llm.stats()["control"]["said"].values()
+        assert len(said["caps"]) == USERS and max(said["caps"].values()) < EXPERTS
+        assert len(set(cells_now(llm))) == 1 and llm.stats()["budget"]["slots_moved"] > moved
+    finally:
+        engine.control = before
 
 
 @pytest.mark.slow

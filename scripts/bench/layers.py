@@ -1,0 +1,71 @@
+"""WiSP's Table 2 as a race: paging with LRU beside static layers of the same bytes, over a link.
+
+python -m scripts.bench layers [--model DIR] [--link-rate 200MB/s]
+
+Static layers are the last ones whole and no cell in the others, whose experts are then read from
+the store in every step (vLLM's --cpu-offload-gb); paging gives as many cells to each layer. One
+sequence decodes, by turns in an engine of each. A ratio is the median over the rounds of two runs
+after each other, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from moejax import LLM, SamplingParams
+from moejax.models.config import load_config
+from moejax.models.hub import model_directory
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
+
+COLUMNS = (
+    ("layers resident", "{whole} of {layers}"),
+    ("static tok/s", "{static:.1f}"),
+    ("LRU tok/s", "{lru:.1f}"),
+    ("LRU / static", "{ratio:.2f} [{least:.2f}, {most:.2f}]"),
+)
+
+
+def tokens_per_s(args: argparse.Namespace, cells: Sequence[int]) -> float:
+    """Decodes one sequence with so many cells in each layer. Returns its tokens a second."""
+    transfers = f"queue,rate={args.link_rate},latency=20us"
+    limits = {"max_num_seqs": 1, "max_model_len": args.tokens + 64, "progress": False}
+    with LLM(args.model, cells=[*cells], transfers=transfers, device="cpu", **limits) as llm:
+        seconds = []
+        for tokens in (8, args.tokens, 1):
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            began = time.perf_counter()
+            llm.generate("The old house", params, use_tqdm=False)
+            seconds.append(time.perf_counter() - began)
+    return (args.tokens - 1) / (seconds[1] - seconds[2])
+
+
+@refusing()
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__ or "")
+    add = parser.add_argument
+    add("--model", default="demo", help="the model (default: %(default)s)")
+    add("--link-rate", default="200MB/s", help="rate of the stated link (default: %(default)s)")
+    add("--tokens", type=int, default=256, help="tokens of a run (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="rounds (default: %(default)s)")
+    add("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args(arguments)
+    positive(args, "tokens", "rounds")
+    config = load_config(model_directory(args.model))
+    layers, experts = sum(config.moe_layers), config.num_experts
+    rows = []
+    for whole in range(1, layers + 1):
+        static = [0] * (layers - whole) + [experts] * whole
+        arms = static, [experts * whole // layers] * layers
+        found = [[tokens_per_s(args, cells) for cells in arms] for _ in range(args.rounds)]
+        static_s, lru_s = np.array(found).T
+        ratio = lru_s / static_s
+        row = {"whole": whole, "layers": layers, "ratio": float(np.median(ratio))}
+        row |= {"static": float(np.median(static_s)), "lru": float(np.median(lru_s))}
+        rows.append(row | {"least": float(ratio.min()), "most": float(ratio.max())})
+    show(args.json, rows, aligned(COLUMNS, rows))
+    return 0

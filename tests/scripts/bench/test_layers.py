@@ -1,0 +1,29 @@
+"""Paging raced with static layers."""
+
+import argparse
+
+import pytest
+
+from scripts.bench import layers
+from tests.scripts.runs import json_lines
+
+
+@pytest.mark.slow
+def test_both_arms_have_the_same_bytes(capsys, monkeypatch):
+    """Whole layers at the end, or as many cells in each; the clock is ours. One run is real."""
+    run, seen = layers.tokens_per_s, []
+
+    def faked(args, cells):
+        seen.append(list(cells))
+        return 2.0 / len(set(cells))
+
+    monkeypatch.setattr(layers, "tokens_per_s", faked)
+    rows = json_lines(capsys, layers.main, "--rounds", "2")
+    count = len(seen[0])
+    assert [row["whole"] for row in rows] == [*range(1, count + 1)]
+    for static, paged in zip(seen[::2], seen[1::2], strict=True):
+        assert len(set(paged)) == 1 and static == sorted(static)
+        assert 0 <= sum(static) - sum(paged) < count
+    assert [row["ratio"] for row in rows] == [2.0] * (count - 1) + [1.0]
+    args = argparse.Namespace(model="demo", link_rate="2GB/s", tokens=9)
+    assert run(args, [4] * count) > 0
