@@ -23,6 +23,7 @@ from host_offload.versions.encoders import WORKERS
 from moejax.checkpoints.orbax.layout import StoredModel
 from moejax.errors import user_errors
 from moejax.models.model_config import ModelConfig
+from pallas_kernels.linear.coded import CodedLayers, CodedRows
 from pallas_kernels.records import RecordFormat
 
 T, S = TypeVar("T"), TypeVar("S")
@@ -80,6 +81,15 @@ class CheckpointReader(Protocol):
         """
         ...
 
+    def read_coded(
+        self, key: str, chunk: int, rows: Sequence[CodedRows], elements: np.ndarray
+    ) -> Iterator[Task]:
+        """Yields the tasks that fill the records of one chunk of a parameter.
+
+        - `rows`: those of the chunk, as coded_params placed them in `elements`.
+        """
+        ...
+
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
     ) -> Iterator[Task]:
@@ -110,6 +120,11 @@ class Checkpoint(StoredModel, abc.ABC):
         short.
         """
         ...
+
+    def coded_params(self, dtype: str) -> Mapping[str, tuple[CodedLayers, int]]:
+        """The matrices of products that can stay in the checkpoint's codes in a run in this dtype:
+        key → the rows of its chunks, and how many elements they have."""
+        return {}
 
     @abc.abstractmethod
     def record_files(

@@ -39,6 +39,7 @@ from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
 from moejax.models.gguf_header import is_gguf, read_gguf
+from pallas_kernels.linear import CodedLayers, CodedWeights
 from pallas_kernels.records.absent import AbsentRecords
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
@@ -61,6 +62,7 @@ def load_checkpoint(
     cache: CacheSpec | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: bool = False,
+    coded: bool = False,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard. It needs host memory for the experts, one
     parameter and a few tensors.
@@ -84,6 +86,8 @@ def load_checkpoint(
     - `new_builder`: makes the store, as in new_store.
     - `shared`: experts lie in memory that processes share (LoadedModel.shared), and only the first
       of these processes reads them. Not on a GPU.
+    - `coded`: matrices of products that the checkpoint is quantized in stay in its codes
+      (Checkpoint.coded_params), which native ops read.
 
     Raises UserError that names file and tensor, or layer and expert. All names, shapes, dtypes and
     file sizes are checked before the first weight is read.
@@ -108,6 +112,7 @@ def load_checkpoint(
         opened = _open(directory, kind, step, name_map)
         run = StoredModel(directory, opened.config, run_dtype(dtype, opened.dtype))
         held = opened.hold(run.dtype, versions)
+        laid_out = opened.coded_params(run.dtype) if coded else {}
         files: Mapping[str, RecordSource] = {}
         if in_files:
             try:
@@ -115,9 +120,15 @@ def load_checkpoint(
             except OSError as error:
                 raise UserError(f"{error.filename}: {error.strerror}") from None
         marks.append(time.perf_counter())
-        _require_room(opened, run, {} if memory and memory.filled else held, device, files, cache)
+        sizes = [
+            2 * laid_out[key][1] if key in laid_out else leaf.nbytes
+            for key, leaf in run.params.items()
+        ]
+        reading = {} if memory and memory.filled else held
+        _require_room(opened, run, sizes, reading, device, files, cache)
         params, arrays = _read(
-            opened, run, {} if in_files else held, device, progress, marks, new_builder, memory
+            *(opened, run, {} if in_files else held, laid_out, device, progress, marks),
+            *(new_builder, memory),
         )
         arrays |= _unread(files, device, cache)
         warn_nonfinite(str(opened.directory), opened.nonfinite)
@@ -163,13 +174,16 @@ def _store_of(
 def _require_room(
     opened: Checkpoint,
     run: StoredModel,
+    sizes: Sequence[int],
     held: Mapping[str, Sequence[int]],
     device: jax.Device,
     files: Mapping[str, RecordSource],
     cache: CacheSpec | None,
 ) -> None:
-    """Raises UserError where loading needs more host memory than is free."""
-    sizes = [leaf.nbytes for leaf in run.params.values()]
+    """Raises UserError where loading needs more host memory than is free.
+
+    - `sizes`: bytes of each parameter.
+    """
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     experts = run.config.num_experts
     every = sum(len(each) * experts * run.layout(v).nbytes for v, each in held.items())
@@ -183,6 +197,7 @@ def _read(
     opened: Checkpoint,
     run: StoredModel,
     held: Mapping[str, Sequence[int]],
+    coded: Mapping[str, tuple[CodedLayers, int]],
     device: jax.Device,
     progress: Callable[[int, int], None] | None,
     marks: list[float],
@@ -192,6 +207,7 @@ def _read(
     """Reads the weights. Returns LoadedModel.params, and the arrays of ExpertStore by version.
 
     - `held`: the result of Checkpoint.hold.
+    - `coded`: the result of Checkpoint.coded_params, or none.
     - `marks`: the time at which memory is allocated is appended to this list.
     - `memory`: shared memory for the experts, which another process may have filled already.
     """
@@ -210,7 +226,9 @@ def _read(
         reader = stack.enter_context(opened.open())
         pool = stack.enter_context(reading_pool(WORKERS))
         params = run.params_tree(
-            _read_param(reader, key, leaf, pool, advance, device)
+            _read_coded(reader, key, *coded[key], pool, advance, device)
+            if key in coded
+            else _read_param(reader, key, leaf, pool, advance, device)
             for key, leaf in run.params.items()
         )
         for version, layers in reading.items():
@@ -232,6 +250,21 @@ def _read_param(
     tasks = (reader.read_param(key, chunk, out) for chunk, out in chunks)
     run_tasks(pool, itertools.chain.from_iterable(tasks), advance)
     return jax.block_until_ready(jax.device_put(weights, device))
+
+
+def _read_coded(
+    reader: CheckpointReader,
+    key: str,
+    layers: CodedLayers,
+    count: int,
+    pool: Executor,
+    advance: Callable[[int], None],
+    device: jax.Device,
+) -> CodedWeights:
+    elements = aligned_empty((count,), np.dtype(np.uint16))
+    tasks = (reader.read_coded(key, i, rows, elements) for i, rows in enumerate(layers))
+    run_tasks(pool, itertools.chain.from_iterable(tasks), advance)
+    return CodedWeights(jax.block_until_ready(jax.device_put(elements, device)), layers)
 
 
 def _unread(

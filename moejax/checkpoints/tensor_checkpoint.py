@@ -48,10 +48,20 @@ from moejax.models.config import ModelConfig, load_config
 from moejax.models.families import FAMILIES
 from moejax.models.gguf_header import read_gguf
 from pallas_kernels.cpu.sources import SOURCE
+from pallas_kernels.linear.coded import CodedLayers, CodedRows, lay_out
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import MATRICES, join_names
 
 log = logging.getLogger("moejax")
+PRODUCTS = frozenset(
+    {
+        *("lm_head", "qkv", "q", "q_a", "q_b", "kv_a", "o", "attention_gate", "state_in"),
+        *("gate_up", "up", "down", "shared_gate_up", "shared_up", "shared_down"),
+        *("latent_in", "latent_out"),
+    }
+)
+"""Parameters that only `linear` reads, under the names of LoadedModel.params."""
+
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -71,6 +81,33 @@ class TensorCheckpoint(Checkpoint):
         if CHECKPOINT not in versions:
             return {DENSE: range(sum(self.config.moe_layers))}
         return own_versions(self.config, versions)
+
+    def coded_params(self, dtype: str) -> dict[str, tuple[CodedLayers, int]]:
+        found: dict[str, tuple[CodedLayers, int]] = {}
+        for key, leaf in self.params.items() if dtype == "bfloat16" else ():
+            if key.rpartition(".")[2] not in PRODUCTS:
+                continue
+            chunks = [self._rows_of(key, chunk) for chunk in leaf.chunks]
+            versions = [[_version_of(file, name) for file, name in chunk] for chunk in chunks]
+            if {*itertools.chain(*versions)} <= {DENSE, None} or None in itertools.chain(*versions):
+                continue
+            parts = [
+                [(str(version), self.places[name].shape[0]) for version, (_, name) in pairs]
+                for pairs in map(zip, versions, chunks)
+            ]
+            with contextlib.suppress(ValueError):  # a width that the format does not hold in planes
+                found[key] = lay_out(parts, leaf.shape[-1], dtype)
+        return found
+
+    def _rows_of(self, key: str, chunk: int) -> list[tuple[TensorFile, str]]:
+        """The tensors of a parameter's chunk in the order of their rows."""
+
+        def first_row(tensor: tuple[TensorFile, str]) -> int:
+            place = self.places[tensor[1]]
+            assert isinstance(place, ParamPlace)
+            return place.row
+
+        return sorted(self.param_tensors[key, chunk], key=first_row)
 
     def record_files(
         self,
@@ -181,6 +218,13 @@ class TensorCheckpointReader:
             assert isinstance(place, ParamPlace)
             yield from self._open_tensor(file, name).read_param(place, out)
 
+    def read_coded(
+        self, key: str, chunk: int, rows: Sequence[CodedRows], elements: np.ndarray
+    ) -> Iterator[Task]:
+        for (file, name), part in zip(self._checkpoint._rows_of(key, chunk), rows, strict=True):
+            record = elements[part.first : part.first + part.format.rows * part.format.hidden]
+            yield from self._open_tensor(file, name).read_coded(part.format, record)
+
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
     ) -> Iterator[Task]:
@@ -195,6 +239,14 @@ class TensorCheckpointReader:
         if file.path not in self._readers:
             self._readers[file.path] = self._stack.enter_context(file.open())
         return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)
+
+
+def _version_of(file: TensorFile, name: str) -> str | None:
+    """The record format of a tensor, "dense" among them; None: its rows are made of others."""
+    if isinstance(file, GgufFile) and file.sources[name].restore is not None:
+        return None
+    quantized = isinstance(file, QuantizedShard | GgufFile)
+    return (file.version_of(name) if quantized else None) or DENSE
 
 
 ExpertTensor = tuple[TensorFile, str, ExpertPlace]

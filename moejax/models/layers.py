@@ -18,6 +18,7 @@ from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
+    CodedWeights,
     LinearOptions,
     Norm,
     linear,
@@ -541,7 +542,10 @@ class Decoder(nnx.Module):
             head = self.embedding if self.lm_head is None else self.lm_head
             bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]
             options = dataclasses.replace(linear_options(self.ops), row_tile=row_tile, tiles=tiles)
-            logits = linear(x, head[...][None], 0, bias, options, out_dtype=jnp.float32)
+            matrix = head[...]
+            if not isinstance(matrix, CodedWeights):  # those have layers already, one here
+                matrix = matrix[None]
+            logits = linear(x, matrix, 0, bias, options, out_dtype=jnp.float32)
             scaling, cap = self.config.logits_scaling, self.config.logits_cap
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap

@@ -57,7 +57,7 @@ from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
 from moejax.start.decide.store_choice import by_copies, estimate_arrays, store_builder
-from moejax.start.decide.transfers import cache_of, stored_versions
+from moejax.start.decide.transfers import cache_of, reads_codes, stored_versions
 from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
@@ -202,6 +202,7 @@ class LLM:
                 cache=cache_of(settings, self.device.platform),
                 new_builder=builder,
                 shared=options.memory.store.name == "shared",
+                coded=reads_codes(settings, self.device.platform),
             )
         with byte_progress("making", options.runtime.progress) as report:
             return with_versions(

@@ -196,14 +196,21 @@ def note(
     )
 
 
-def checkpoint_notes(precision: Precision, config: ModelConfig, layout: SlotLayout) -> list[str]:
+def checkpoint_notes(
+    precision: Precision, config: ModelConfig, layout: SlotLayout, *, native: bool
+) -> list[str]:
     """Returns lines for people on how a checkpoint that its authors quantized is run, none for
-    other checkpoints."""
+    other checkpoints.
+
+    - `native`: whether the native op computes products.
+    """
     own = config.quantization
     if own is None:
         return []
     dtype, held = layout.records[0].dtype, config.expert_layers
     rest = f"other {own.method} matrices are dequantized to {dtype} at load"
+    if native and dtype == "bfloat16":
+        rest += ", but for those that only products read, which stay in their codes"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"
     if precision.mixed and precision.versions[HI] in held:

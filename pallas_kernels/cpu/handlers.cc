@@ -60,7 +60,7 @@ void head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t r
   clear_after(*y, tokens * heads * outputs, type);
 }
 
-// ---- expert_ffn
+// ---- expert_ffn, and linear from codes
 
 constexpr int64_t kFields = 49;  // of a format: pallas_kernels/records/cpu.py writes them
 
@@ -78,6 +78,41 @@ Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type)
   }
   std::copy(of, of + 3, f.bias);
   return f;
+}
+
+// parts: of each layer, the numbers of a part's format, of its first element and of its rows.
+void linear_codes(const Call& call, Any x, ffi::Buffer<ffi::U16, 1> elements, Int layer, Any bias,
+                  Int tiles, int64_t row_tile, int64_t layers, Numbers formats, Numbers parts,
+                  ffi::Result<Any> y) {
+  Size tokens, inputs, outputs;
+  const bool biased = bias.element_count();
+  need(is(x, {tokens, inputs}) && is(*y, {tokens, outputs}) && layers > 0 &&
+           (!biased || is(bias, {layers, outputs})) && formats.size() % kFields == 0 &&
+           parts.size() % (3 * layers) == 0,
+       "shapes");
+  Product p = {};
+  p.type = type_of({x, bias}), p.out_type = type_of({*y});
+  need(p.type != Type::F16, "dtypes");
+  p.tokens = needed(tiles, row_tile, tokens), p.inputs = inputs, p.outputs = outputs;
+  p.x = x.untyped_data(), p.x_stride = p.inputs, p.y = y->untyped_data(), p.y_stride = p.outputs;
+  const int64_t index = layer_of(layer, layers), count = static_cast<int64_t>(parts.size()) / (3 * layers);
+  p.bias = biased ? at(bias.untyped_data(), index * p.outputs, p.type) : nullptr;
+  std::vector<CodedRows> w;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* part = parts.begin() + 3 * (index * count + i);
+    need(part[0] >= 0 && part[0] < static_cast<int64_t>(formats.size()) / kFields && part[2] > 0,
+         "formats");
+    const Format format = format_of(formats.begin() + kFields * part[0], inputs, part[2], p.type);
+    need(part[1] >= 0 && format.rows > 0 &&
+             part[1] + format.rows * inputs <= static_cast<int64_t>(elements.element_count()),
+         "the elements");
+    w.push_back({format, elements.typed_data() + part[1]});
+    rows += part[2];
+  }
+  need(rows == outputs, "shapes");
+  multiply_codes(call.pool, call.k, p, w);
+  clear_after(*y, p.tokens * p.outputs, p.out_type);
 }
 
 // A store uint16[L, E, rows, D], or of records in files int32[4], these sizes: then there is no
@@ -594,6 +629,7 @@ MOEJAX_EXPORT const char* moejax_cpu_isa() {
 MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
 
 MOEJAX_HANDLER(linear, linear, "row_tile")
+MOEJAX_HANDLER(linear_codes, linear_codes, "row_tile", "layers", "formats", "parts")
 MOEJAX_HANDLER(head_linear, head_linear, "row_tile", "first", "transposed")
 MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "limit", "alpha", "width", "formats", "places", "threads")
 MOEJAX_HANDLER(gated_delta, advance_delta, "shape", "page")

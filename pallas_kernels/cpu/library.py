@@ -13,7 +13,14 @@ import numpy as np
 from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest, is_whole
 
 TARGETS = (
-    *("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention"),
+    *(
+        "linear",
+        "linear_codes",
+        "head_linear",
+        "expert_ffn",
+        "decode_attention",
+        "prefill_attention",
+    ),
     *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine", "gated_delta"),
     *("short_conv", "selective_scan"),
     *("fill", "move", "unpack", "read", "write", "drain"),

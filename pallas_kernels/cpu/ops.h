@@ -29,6 +29,15 @@ struct Product {
   void* y;
 };
 
+// Rows of w in codes, as if they were `up` of an expert.
+struct CodedRows {
+  Format format;  // width: how many rows
+  const uint16_t* record;
+};
+// The product with w's rows in these parts, one after the other, instead of `w`; of BF16 and F32.
+void multiply_codes(Pool& pool, const Kernels& kernels, const Product& product,
+                    const std::vector<CodedRows>& w);
+
 // Products of the same shape.
 void multiply(Pool& pool, const Kernels& kernels, const std::vector<Product>& products);
 // The same with w [inputs, outputs], without bias: a sum over rows, which no lane of w crosses. Rows

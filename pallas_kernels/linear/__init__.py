@@ -9,13 +9,17 @@ from pallas_kernels.linear.api import (
     norm_linear_parts,
     normalises_within,
 )
+from pallas_kernels.linear.coded import CodedLayers, CodedWeights, lay_out
 from pallas_kernels.linear.operands import LinearOptions, Norm
 from pallas_kernels.linear.parts import sum_of_parts
 
 __all__ = [
+    "CodedLayers",
+    "CodedWeights",
     "LinearOptions",
     "Norm",
     "check_normed",
+    "lay_out",
     "linear",
     "linear_parts",
     "linear_with_squares",

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.linear import pallas_triton
+from pallas_kernels.linear.coded import CodedWeights
 from pallas_kernels.linear.operands import EVERY_ROW, LinearOptions, Norm, Tiling
 from pallas_kernels.rms_norm import check_squares, rms_norm, tile_squares
 
@@ -29,7 +30,7 @@ SQUARES_TILE = 16
 
 def linear(
     x: Float[Array, "T K"],
-    weights: Float[Array, "L N K"],
+    weights: Float[Array, "L N K"] | CodedWeights,
     layer: Int[Array, ""] | int,
     bias: Float[Array, "L N"] | None = None,
     options: LinearOptions = EVERY_ROW,
@@ -41,7 +42,7 @@ def linear(
     is then added, and the sum rounded again.
 
     - `weights`: [layers, out, in], passed whole: a kernel indexes them by layer, so a scan over
-      layers copies nothing.
+      layers copies nothing. Weights in codes (CodedWeights) give the bits of the decoded ones.
     - `out_dtype`: of the result and the residual (default: x's).
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
@@ -87,6 +88,8 @@ def _linear(
                 f"residual is {residual.dtype} {residual.shape}, the result {wanted[1]} {wanted[0]}"
             )
     function = pick("linear", IMPLEMENTATIONS, options.implementation)
+    if isinstance(weights, CodedWeights) and options.implementation != "cpu":
+        weights = weights.decode()
     operands = x, weights, layer, bias, tiling, out_dtype
     if options.implementation in FUSES:
         return function(*operands, fused)

@@ -17,7 +17,29 @@ const void* row_at(const Kernels& k, const Product& p, int64_t place, int64_t n,
   return wide;
 }
 
-// Outputs [first, last) of all tokens. x: packed rows, `width` floats each.
+// Where a block of rows of w puts its results: outputs [first, first + rows) of all tokens. x: packed
+// rows, `width` floats each. dots(operands, tokens, y): the block's products, kMostRows apart.
+template <class Dots>
+void outputs_of(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
+                int64_t rows, const Dots& dots) {
+  float bias[kMostRows];
+  if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
+  float y[kMost * kMostRows];
+  for (int64_t t = 0; t < p.tokens; t += kMost) {
+    const int64_t tokens = std::min(kMost, p.tokens - t);
+    const float* operands[kMost];
+    for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
+    dots(operands, tokens, y);
+    for (int64_t i = 0; i < tokens; i++) {
+      float* row = y + i * kMostRows;
+      for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
+      const int64_t place = (t + i) * p.y_stride + first;
+      k.narrow(p.out_type, row, rows, at(p.y, place, p.out_type));
+    }
+  }
+}
+
+// Outputs [first, last) of all tokens.
 void block(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
            int64_t last) {
   const int64_t rows = last - first;
@@ -28,22 +50,34 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
     // What the call after this one reads; the last rows of the matrix name themselves again.
     next[r] = at(p.w, std::min(first + r + kAhead, p.outputs - 1) * p.inputs, p.type);
   }
-  float bias[kMostRows];
-  if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
-  float y[kMost * kMostRows];
-  for (int64_t t = 0; t < p.tokens; t += kMost) {
-    const int64_t tokens = std::min(kMost, p.tokens - t);
-    const float* operands[kMost];
-    for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
+  outputs_of(k, p, x, width, first, rows, [&](const float* const* operands, int64_t tokens, float* y) {
     k.dots_of_many(kind_of(p.type), w, rows, operands, tokens, p.inputs, y, kMostRows,
                    p.type == Type::F16 ? nullptr : next);
-    for (int64_t i = 0; i < tokens; i++) {
-      float* row = y + i * kMostRows;
-      for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
-      const int64_t place = (t + i) * p.y_stride + first;
-      k.narrow(p.out_type, row, rows, at(p.y, place, p.out_type));
-    }
+  });
+}
+
+// A block of rows in codes: [first, last) of the part, which are outputs from `output` on.
+void block_of_codes(const Kernels& k, const Product& p, const CodedRows& part, const float* x,
+                    int64_t width, int64_t first, int64_t last, int64_t output) {
+  const int64_t rows = last - first, size = size_of(p.type);
+  if (p.tokens <= k.takes(part.format)) {
+    return outputs_of(k, p, x, width, output, rows,
+                      [&](const float* const* operands, int64_t tokens, float* y) {
+                        k.encoded_dots(part.format, part.record, UP, first, rows, operands, tokens, y, kMostRows);
+                      });
   }
+  const void* w[kMostRows];
+  Buffer<char> decoded(row_of(part.format, part.record, UP, first) ? 0 : rows * p.inputs * size);
+  for (int64_t r = 0; r < rows; r++) {
+    w[r] = row_of(part.format, part.record, UP, first + r);
+    if (w[r]) continue;
+    char* place = decoded.get() + r * p.inputs * size;
+    k.decode(part.format, part.record, UP, first + r, 0, p.inputs, nullptr, place);
+    w[r] = place;
+  }
+  outputs_of(k, p, x, width, output, rows, [&](const float* const* operands, int64_t tokens, float* y) {
+    k.dots_of_many(kind_of(p.type), w, rows, operands, tokens, p.inputs, y, kMostRows, nullptr);
+  });
 }
 
 // Tokens [first, last), at most kTokens, of a product with w [inputs, outputs].
@@ -75,26 +109,58 @@ void sums(const Kernels& k, const Product& p, int64_t first, int64_t last, float
 
 }  // namespace
 
-void multiply(Pool& pool, const Kernels& k, const std::vector<Product>& products) {
-  const Product& one = products[0];
-  const int64_t count = static_cast<int64_t>(products.size());
-  const int64_t tokens = one.tokens, width = apart(one.inputs);
-  Buffer<float> x(count * tokens * width);
+namespace {
+
+// The tokens of all products, packed into x: rows `width` floats apart.
+void pack_tokens(Pool& pool, const Kernels& k, const std::vector<Product>& products, int64_t width, float* x) {
+  const int64_t count = static_cast<int64_t>(products.size()), tokens = products[0].tokens;
   const int64_t parts = (tokens + kRowsOfX - 1) / kRowsOfX;
   parallel(pool, count * parts, count * tokens * width, [&](int64_t i) {
     const Product& p = products[i / parts];
     const int64_t first = i % parts * kRowsOfX, last = std::min(first + kRowsOfX, tokens);
     for (int64_t t = first; t < last; t++) {
       k.pack(p.type, at(p.x, t * p.x_stride, p.type), p.inputs,
-             &x[(i / parts * tokens + t) * width]);
+             x + (i / parts * tokens + t) * width);
     }
   });
+}
+
+}  // namespace
+
+void multiply(Pool& pool, const Kernels& k, const std::vector<Product>& products) {
+  const Product& one = products[0];
+  const int64_t count = static_cast<int64_t>(products.size());
+  const int64_t tokens = one.tokens, width = apart(one.inputs);
+  Buffer<float> x(count * tokens * width);
+  pack_tokens(pool, k, products, width, x.get());
   const int64_t rows = k.rows_of_task(kind_of(one.type));
   const int64_t blocks = tokens ? (one.outputs + rows - 1) / rows : 0;
   parallel(pool, count * blocks, count * tokens * width * one.outputs, [&](int64_t i) {
     const int64_t first = i % blocks * rows;
     block(k, products[i / blocks], &x[i / blocks * tokens * width], width, first,
           std::min(first + rows, one.outputs));
+  });
+}
+
+void multiply_codes(Pool& pool, const Kernels& k, const Product& p, const std::vector<CodedRows>& w) {
+  const int64_t width = apart(p.inputs), step = k.rows_of_task(kind_of(p.type));
+  Buffer<float> x(p.tokens * width);
+  pack_tokens(pool, k, {p}, width, x.get());
+  struct Task {
+    const CodedRows* part;
+    int64_t first, last, output;
+  };
+  std::vector<Task> tasks;
+  int64_t output = 0;
+  for (const CodedRows& part : w) {
+    for (int64_t first = 0; p.tokens && first < part.format.width; first += step) {
+      tasks.push_back({&part, first, std::min(first + step, part.format.width), output + first});
+    }
+    output += part.format.width;
+  }
+  parallel(pool, static_cast<int64_t>(tasks.size()), p.tokens * width * p.outputs, [&](int64_t i) {
+    const Task& task = tasks[i];
+    block_of_codes(k, p, *task.part, x.get(), width, task.first, task.last, task.output);
   });
 }
 

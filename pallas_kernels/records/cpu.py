@@ -51,12 +51,15 @@ def versions(
 def format_numbers(fmt: RecordFormat) -> list[int]:
     """A format as `format_of` of handlers.cc reads it."""
 
+    encodings = fmt.encodings
+
     def first(matrix, *names):
-        matrix = "up" if matrix == "gate" and not fmt.gated else matrix
+        if matrix in encodings and matrix not in fmt.matrices:
+            matrix = "up"
         return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
 
     numbers = [fmt.rows, fmt.blocks, fmt.escapes, first("tables", "")]
-    for matrix, encoding in fmt.encodings.items():
+    for matrix, encoding in encodings.items():
         assert encoding.native is not None, "resolve_ops gives other versions no native op"
         lossless = "bytes" in encoding.fields
         numbers += [
@@ -75,4 +78,4 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
             _WHOLE.index(encoding.whole),
             first(matrix, "_global"),
         ]
-    return numbers + [first(matrix, "_bias") for matrix in fmt.encodings]
+    return numbers + [first(matrix, "_bias") for matrix in encodings]

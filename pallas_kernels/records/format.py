@@ -153,6 +153,8 @@ class RecordFormat:
     """Whether the results of gate, up and down have biases."""
     gated: bool = True
     """False: gate is up, and records have it once."""
+    alone: bool = False
+    """Whether a record is up alone: rows of a matrix that is no expert's."""
 
     def __post_init__(self):
         encodings = encodings_of(self.version)
@@ -186,6 +188,8 @@ class RecordFormat:
     @property
     def matrices(self) -> tuple[str, ...]:
         """The matrices of a record, in order."""
+        if self.alone:
+            return ("up",)
         return MATRICES if self.gated else MATRICES[1:]
 
     @property
@@ -273,6 +277,13 @@ class RecordFormat:
         first, second = self.scale_shape(matrix)
         each = self.encodings[matrix].super if field.endswith("supers") else 1
         return (-(-first // each), second) if matrix == "down" else (first, -(-second // each))
+
+    def row_bytes(self, field: str) -> int:
+        """Bytes of a row of up in a field whose rows have each their own."""
+        encoding = self.encodings["up"]
+        if bits := {"codes": encoding.bits, "highs": encoding.high}.get(field):
+            return self.hidden * bits // 8
+        return self.field_shape("up", field)[1] * SCALE_BYTES[encoding.dtype_of(field)]
 
     @property
     def blocks(self) -> int:

@@ -390,7 +390,9 @@ def decide(
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
-    notes += checkpoint_notes(precision, steps.config, steps.layout)
+    notes += checkpoint_notes(
+        precision, steps.config, steps.layout, native=steps.ops.linear == "cpu"
+    )
     notes += stream_notes(window, steps, seqs)
     cells: tuple[int, ...] = ()
     if mixed is None and window is None and not steps.in_place:

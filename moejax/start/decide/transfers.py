@@ -47,6 +47,12 @@ def jax_copies(settings: Settings, platform: str) -> bool:
     return queued and not native
 
 
+def reads_codes(settings: Settings, platform: str) -> bool:
+    """Whether products read matrices in the codes of a quantized checkpoint."""
+    native = settings.ops["linear"] in ("cpu", "auto")
+    return native and platform == "cpu" and why_not_cpu() is None
+
+
 def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
     """Returns the cache in pinned memory of experts in files, or None without one."""
     options, store = settings.options, settings.options.memory.store
