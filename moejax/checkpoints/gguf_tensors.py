@@ -114,11 +114,18 @@ class GgufReader:
 
         return fill
 
-    def matrix(self, name: str, dtype: np.dtype, index: int | None = None) -> QuantizedMatrix:
+    def matrix(
+        self,
+        name: str,
+        dtype: np.dtype,
+        index: int | None = None,
+        rows: slice | None = None,
+    ) -> QuantizedMatrix:
         """Reads the codes and scales of a matrix.
 
         - `dtype`: the run's.
         - `index`: which one of a stack; by default the one that the name stands for.
+        - `rows`: some neighbouring rows; None: all of them.
 
         Raises UserError that names the tensor, for scales that give no finite weights.
         """
@@ -126,8 +133,8 @@ class GgufReader:
         index = source.index if index is None else index
         encoding = encoding_of(FORMATS[source.tensor.type])
         weights, nbytes = _block(source.tensor.type)
-        raw = self._bytes(source.parts[0], index).reshape(-1)
-        shape = (source.tensor.shape[-2], source.tensor.shape[-1] // weights, nbytes)
+        raw = self._bytes(source.parts[0], index, rows)
+        shape = (len(raw), source.tensor.shape[-1] // weights, nbytes)
         matrix = UNPACK[source.tensor.type](raw.reshape(shape), encoding)
         try:
             matrix.check(dtype)
@@ -138,15 +145,25 @@ class GgufReader:
             ) from None
         return matrix
 
-    def _bytes(self, part: tuple[GgufHeader, str], index: int | None = None) -> np.ndarray:
-        """uint8[rows, bytes of a row] of a tensor, or of one expert's part of it."""
+    def _bytes(
+        self,
+        part: tuple[GgufHeader, str],
+        index: int | None = None,
+        some: slice | None = None,
+    ) -> np.ndarray:
+        """uint8[rows, bytes of a row] of a tensor, or of one expert's part of it.
+
+        - `some`: neighbouring rows of it; None: all of them.
+        """
         header, name = part
         with contextlib.ExitStack() as stack:
             mine = header is self.file.header
             reader = self.reader if mine else stack.enter_context(_as_shard(header).open())
             *axes, width = reader.shard.tensors[name].shape
-            out = np.empty((math.prod(axes if index is None else axes[1:]), width), np.uint8)
-            reader.rows(name, index)(0, out)
+            count = math.prod(axes if index is None else axes[1:])
+            first, last = (0, count) if some is None else (some.start, some.stop)
+            out = np.empty((last - first, width), np.uint8)
+            reader.rows(name, index)(first, out)
         return out
 
 
@@ -283,13 +300,15 @@ def open_gguf(headers: Sequence[GgufHeader], config: ModelConfig) -> tuple[GgufF
 
     def stored_as(name: str) -> str:
         stem = name.replace("_correction_bias", "_correction.bias")
-        return names.get_name(stem, (".weight", ".bias")) or name
+        found = names.get_name(stem, (".weight", ".bias")) or name
+        return f"{found}.weight" if f"{found}.weight" in owner else found
 
     for name, place in expected_tensors(config, separate_experts(config)).items():
         index, restore, wanted = None, None, [stored_as(name)]
         if isinstance(place, ExpertPlace):
             index = place.expert
-            wanted = [f"blk.{name.split('.')[2]}.ffn_{place.matrix}_exps.weight"]
+            matrix, end = place.matrix.removesuffix("_bias"), "bias" if place.is_bias else "weight"
+            wanted = [f"blk.{name.split('.')[2]}.ffn_{matrix}_exps.{end}"]
         elif (found := restored_of(config, name)) and not (found.parts and wanted[0] in owner):
             wanted, restore = [stored_as(part) for part in found.parts or (name,)], found.restore
         for each in wanted:
@@ -314,11 +333,39 @@ def _check_shape(source: Source, wanted: tuple[int, ...]) -> None:
     header, name = source.parts[0]
     rows = sum(each.tensors[part].shape[0] for each, part in source.parts)
     found = (rows, *source.tensor.shape[1:])
+    if len(source.parts) > 1 and len(found) != len(wanted):  # parts are stacks of matrices
+        shapes = [each.tensors[part].shape for each, part in source.parts]
+        found, wanted = (sum(map(math.prod, shapes)),), (math.prod(wanted),)
     if [size for size in found if size != 1] != [size for size in wanted if size != 1]:
         raise UserError(
             f"{header.path}: tensor {name} has shape {list(found)}, but the file's metadata asks "
             f"for {list(wanted)}"
         )
+
+
+def _latent(config: ModelConfig, name: str) -> Restored | None:
+    """For the up-projection of latent KV: joins its rows of keys, which llama.cpp has transposed,
+    and of values."""
+    if not name.endswith(".self_attn.kv_b_proj.weight"):
+        return None
+
+    def restore(parts: Sequence[np.ndarray]) -> np.ndarray:
+        heads = config.num_attention_heads
+        keys, values = (part.reshape(heads, -1, part.shape[-1]) for part in parts)
+        return np.concatenate([keys.swapaxes(1, 2), values], 1)
+
+    layer = f"blk.{name.split('.')[2]}"
+    return Restored(restore, (f"{layer}.attn_k_b.weight", f"{layer}.attn_v_b.weight"))
+
+
+def _granite(config: ModelConfig, name: str) -> Restored | None:
+    """For gate and up of the shared expert, which are one tensor in its own files; others as of
+    Mixtral."""
+    if not name.endswith(".shared_mlp.input_linear.weight"):
+        return _unpermuted(config, name)
+    layer = f"blk.{name.split('.')[2]}"
+    parts = f"{layer}.ffn_gate_shexp.weight", f"{layer}.ffn_up_shexp.weight"
+    return Restored(np.concatenate, parts)
 
 
 def _unpermuted(config: ModelConfig, name: str) -> Restored | None:
@@ -339,6 +386,8 @@ def _unpermuted(config: ModelConfig, name: str) -> Restored | None:
 
 RESTORED: dict[str, Callable[[ModelConfig, str], Restored | None]] = {
     "llama": _unpermuted,
+    "deepseek2": _latent,
+    "granitemoe": _granite,
     "qwen3next": gated_delta_tensor,
     "qwen35moe": gated_delta_tensor,
 }

@@ -22,10 +22,12 @@ from host_offload.versions.quantized import QuantizedError, put_values
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
 from moejax.checkpoints.gguf_tensors import GgufReader
+from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
 from moejax.errors import UserError, user_errors
+from pallas_kernels.records import RecordFormat
 
 _CHUNK = 1 << 20
 """Bytes read at once: enough for a fast read, and still in the cache when they are checked."""
@@ -121,6 +123,42 @@ class OpenTensor:
                     into[first // 2 : last // 2] = some[number::2]
         return rows * width * self._stored.itemsize
 
+    def read_coded(self, layout: RecordFormat, record: np.ndarray) -> Iterator[Task]:
+        """Yields the tasks that fill a record of this tensor's rows.
+
+        - `record`: uint16, flat.
+        """
+        rows, width = self.file.tensors[self.name].shape
+        if layout.version == DENSE:
+            weights = record.view(NUMPY_DTYPES[layout.dtype]).reshape(rows, width)
+            yield functools.partial(self._read, weights, 0)
+            return
+        step = max(2, _PIECE // (4 * width) & ~1) if self.reader.splits else rows
+        for first in range(0, rows, step):
+            yield functools.partial(self._put_rows, layout, record, first, min(step, rows - first))
+
+    def _put_rows(self, layout: RecordFormat, record: np.ndarray, first: int, count: int) -> int:
+        """Puts rows [first, first + count) into their places in a record, and zeros behind the last
+        ones. Returns the bytes read.
+
+        - `first`: even, since the numbers of a row may have an odd number of bytes.
+        """
+        assert isinstance(self.reader, QuantizedReader | GgufReader)
+        dtype = NUMPY_DTYPES[layout.dtype]
+        if isinstance(self.reader, GgufReader):
+            matrix = self.reader.matrix(self.name, dtype, rows=slice(first, first + count))
+        else:
+            matrix = self.reader.matrix(self.name, dtype)
+        parts = {}
+        for field in matrix.encoding.fields:
+            begin, height = layout.parts[f"up_{field}"]
+            part = record[begin * layout.hidden : (begin + height) * layout.hidden]
+            bytes_of_row = layout.row_bytes(field)
+            end = None if first + count == layout.width else bytes_of_row * (first + count) // 2
+            parts[field] = part[bytes_of_row * first // 2 : end]
+        matrix.put("up", parts)
+        return matrix.codes.size * self._stored.itemsize
+
     def _put_bias(
         self,
         place: ExpertPlace,
@@ -131,7 +169,7 @@ class OpenTensor:
     ) -> int:
         """Puts the biases of one expert into its record. Returns the bytes read."""
         values = np.empty((1, place.shape[-1]), dtype)
-        nbytes = self._read(values, expert)
+        nbytes = self._read(values, expert if place.expert is None else 0)
         for number, name in enumerate(place.matrices):
             with sink.piece(*at, 1, *sink.layout.spans[name]) as part:
                 put_values(values[0, place.rows(number)], part)

@@ -232,6 +232,9 @@ def _experts(
     into = ("up", width) if config.ungated else ("gate_up", 2 * width)
     stacked = {into[0]: (count, into[1], hidden), "down": (count, hidden, width)}
     together = [prefix + name for name in family.stacked]
+    first = f"{prefix}0.{_names(family)[0]}.weight"
+    if first in found:
+        return _separate(config, prefix, layer)
     if len(together) == len(MATRICES):
         return {
             name: ExpertPlace((count, width, hidden), layer, None, matrix, matrix == "down")
@@ -239,21 +242,30 @@ def _experts(
         }
     if family.interleaved:
         return _interleaved(config, found, dict(zip(together, stacked.items(), strict=True)), layer)
-    first = f"{prefix}0.{_names(family)[0]}.weight"
-    if any(name in found for name in together) or (family.matrices is None and first not in found):
+    if any(name in found for name in together) or family.matrices is None:
         return {
             name: ExpertPlace(shape, layer, None, matrix)
             for name, (matrix, shape) in zip(together, stacked.items(), strict=True)
         }
+    return _separate(config, prefix, layer)
+
+
+def _separate(config: ModelConfig, prefix: str, layer: int) -> dict[str, Place]:
+    """The places of experts that have tensors of their own."""
+    width, hidden = config.moe_intermediate_size, config.expert_hidden
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     if config.ungated:
         del shapes["gate"]
-    names = dict(zip(shapes, _names(family), strict=True))
-    return {
-        f"{prefix}{expert}.{names[matrix]}.weight": ExpertPlace(shape, layer, expert, matrix)
-        for expert in range(count)
-        for matrix, shape in shapes.items()
-    }
+    names = dict(zip(shapes, _names(FAMILIES[config.architecture]), strict=True))
+    places: dict[str, Place] = {}
+    for expert in range(config.num_experts):
+        for matrix, shape in shapes.items():
+            name = f"{prefix}{expert}.{names[matrix]}"
+            places[f"{name}.weight"] = ExpertPlace(shape, layer, expert, matrix)
+            if config.expert_bias:
+                bias = ExpertPlace(shape[:1], layer, expert, f"{matrix}_bias")
+                places[f"{name}.bias"] = bias
+    return places
 
 
 def _names(family: Family) -> tuple[str, ...]:

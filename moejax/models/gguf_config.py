@@ -71,6 +71,8 @@ _ROPE = {
 
 _READ_HERE = (
     "attention.value_length",
+    "attention.key_length_mla",
+    "attention.value_length_mla",
     "expert_gating_func",
     "expert_shared_feed_forward_length",
     "nextn_predict_layers",
@@ -165,6 +167,87 @@ def _mixtral(file: _File) -> dict[str, Any]:
     return {"num_local_experts": file.get("expert_count")}
 
 
+def _glm4(file: _File) -> dict[str, Any]:
+    return {
+        "n_routed_experts": file.get("expert_count"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        **_attention(file),
+    }
+
+
+def _dots1(file: _File) -> dict[str, Any]:
+    return {"n_routed_experts": file.get("expert_count"), "sliding_window": None}
+
+
+def _ernie(file: _File) -> dict[str, Any]:
+    return {"moe_num_experts": file.get("expert_count")}
+
+
+def _granite(file: _File) -> dict[str, Any]:
+    width = file.get("expert_shared_feed_forward_length", 0)
+    return {"num_local_experts": file.get("expert_count"), "shared_intermediate_size": width}
+
+
+def _minimax(file: _File) -> dict[str, Any]:
+    width = file.get("expert_feed_forward_length")
+    return {"num_local_experts": file.get("expert_count"), "intermediate_size": width}
+
+
+def _gpt_oss(file: _File) -> dict[str, Any]:
+    width = file.get("expert_feed_forward_length")
+    return {"num_local_experts": file.get("expert_count"), "intermediate_size": width}
+
+
+def _deepseek(file: _File) -> dict[str, Any]:
+    """The fields of latent attention. Files of older converters have the lengths of heads under
+    other keys, and the up-projection of keys and values as one tensor."""
+    key, value, rotated = (
+        file.get(name, file.get(older))
+        for name, older in (
+            ("attention.key_length_mla", "attention.key_length"),
+            ("attention.value_length_mla", "attention.value_length"),
+            ("rope.dimension_count", "rope.dimension_count"),
+        )
+    )
+    if not all(map(is_integer, (key, value, rotated))):
+        raise UserError(
+            f"{file.path}: {file.architecture}.attention.key_length and value_length and "
+            "rope.dimension_count must be whole numbers"
+        )
+    groups = file.get("expert_group_count", 1)
+    return {
+        "n_routed_experts": file.get("expert_count"),
+        "num_key_value_heads": file.get("attention.head_count"),
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "q_lora_rank": file.get("attention.q_lora_rank"),
+        "topk_method": "noaux_tc"
+        if _is_sigmoid(file)
+        else "greedy"
+        if groups == 1
+        else "group_limited_greedy",
+    }
+
+
+def _is_sigmoid(file: _File) -> bool:
+    return file.get("expert_gating_func") == _SIGMOID
+
+
+_SHARED_EXPERTS: dict[str, str | None] = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+"""Keys of families that route as DeepSeek's."""
+
+NULLABLE = ("q_lora_rank", "sliding_window")
+"""Fields whose absence means another value than null."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How llama.cpp's converter writes a family.
@@ -174,6 +257,8 @@ class Architecture:
     - `keys`: key after the architecture → field, over _COMMON.
     - `partial`: whether a part of each head may be rotated.
     - `gating`: expert_gating_func, if the file has it.
+    - `rope`: fields of rope_parameters that the file does not say, where it has a scaling.
+    - `or_sigmoid`: the family whose files have the other gating.
     """
 
     family: str
@@ -181,6 +266,8 @@ class Architecture:
     keys: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     partial: bool = False
     gating: int = _SOFTMAX
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    or_sigmoid: str | None = None
 
 
 _DELTA_KEYS: dict[str, str | None] = {
@@ -201,6 +288,52 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("MixtralForCausalLM", _mixtral),
     "qwen3next": Architecture("Qwen3NextForCausalLM", _delta_net, _DELTA_KEYS, partial=True),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _delta_net, _DELTA_KEYS, partial=True),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        _deepseek,
+        {
+            **_SHARED_EXPERTS,
+            "attention.head_count_kv": None,
+            "attention.key_length": None,
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+        },
+        or_sigmoid="DeepseekV3ForCausalLM",
+    ),
+    "dots1": Architecture("Dots1ForCausalLM", _dots1, _SHARED_EXPERTS, gating=_SIGMOID),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        _ernie,
+        {
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "expert_shared_count": "moe_num_shared_experts",
+        },
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        _glm4,
+        _SHARED_EXPERTS,
+        gating=_SIGMOID,
+        partial=True,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        {"attention.sliding_window": "sliding_window"},
+        rope={"truncate": False},
+    ),
+    "granitemoe": Architecture(
+        "GraniteMoeSharedForCausalLM",
+        _granite,
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _minimax, gating=_SIGMOID, partial=True),
 }
 """general.architecture → how its files are read."""
 
@@ -232,9 +365,15 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     for key in _REQUIRED:
         if key not in own:
             raise UserError(f"{file.path}: {prefix}{key} is missing")
-    if (gating := file.get("expert_gating_func")) not in (None, 0, architecture.gating):
+    other = architecture.or_sigmoid if _is_sigmoid(file) else None
+    if (gating := file.get("expert_gating_func")) not in (
+        None,
+        0,
+        architecture.gating,
+    ) and not other:
         raise file.refuse("expert_gating_func", gating)
-    fields: dict[str, Any] = {"architectures": [architecture.family], "hidden_act": "silu"}
+    family = other or architecture.family
+    fields: dict[str, Any] = {"architectures": [family], "hidden_act": "silu"}
     fields |= {field: file.get(key) for key in own if (field := keys.get(key)) is not None}
     fields |= architecture.fields(file)
     if (embedding := file.tensors.get("token_embd.weight")) is None or len(embedding.shape) != 2:
@@ -242,11 +381,11 @@ def config_fields(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     fields["num_hidden_layers"] = _layers(file)
-    fields["rope_parameters"] = _rope(file, fields, architecture.partial)
+    fields["rope_parameters"] = _rope(file, fields, architecture)
     fields["dtype"] = FLOATS.get(embedding.type, "bfloat16")
     eos, eot = (file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))
     fields["eos_token_id"] = [end for end in (eos, eot if eot != eos else None) if end is not None]
-    return {key: value for key, value in fields.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None or key in NULLABLE}
 
 
 def _layers(file: _File) -> Any:
@@ -254,10 +393,11 @@ def _layers(file: _File) -> Any:
     return count - later if isinstance(count, int) and isinstance(later, int) else count
 
 
-def _rope(file: _File, fields: dict[str, Any], partial: bool) -> dict[str, Any]:
+def _rope(file: _File, fields: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     whole = hidden // heads if is_integer(hidden) and is_integer(heads) and heads else None
     width, rotated = fields.get("head_dim", whole), file.get("rope.dimension_count")
+    width, partial = fields.get("qk_rope_head_dim", width), architecture.partial
     rotated = width if rotated is None else rotated
     if rotated != width and not (partial and is_integer(rotated) and is_integer(width) and width):
         raise file.refuse_own("rope.dimension_count")
@@ -266,6 +406,11 @@ def _rope(file: _File, fields: dict[str, Any], partial: bool) -> dict[str, Any]:
         found = {"rope_theta": found.get("rope_theta", 10_000.0), "rope_type": "default"}
     elif found["rope_type"] not in ("linear", "yarn"):
         raise file.refuse_own("rope.scaling.type")
+    else:
+        log = file.get("rope.scaling.yarn_log_multiplier")
+        if isinstance(log, float) and log and architecture.or_sigmoid:  # DeepSeek's
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log, 5))
+        found |= architecture.rope
     if partial:
         found["partial_rotary_factor"] = 1.0 if rotated == width else rotated / width
     return found

@@ -52,6 +52,73 @@ def _qwen35(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
+def _routed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What families that route as DeepSeek's have in common."""
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _glm4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _routed(writer, config)
+    writer.add_rope_dimension_count(config["head_dim"] // 2)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _routed(writer, config)
+    kv_rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_q_lora_rank(config["q_lora_rank"]) if config["q_lora_rank"] else None
+    writer.add_kv_lora_rank(kv_rank)
+    writer.add_key_length(kv_rank + rotated)
+    writer.add_value_length(kv_rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _ernie(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+
+
+def _gpt_oss(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(32.0)
+    writer.add_rope_scaling_orig_ctx_len(4096)
+
+
+def _granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _llama(writer, config)
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _minimax(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(config["head_dim"])
+
+
+def _dots1(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _routed(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
     "Qwen3Moe": (gguf.MODEL_ARCH.QWEN3MOE, _qwen3),
     "Qwen2Moe": (gguf.MODEL_ARCH.QWEN2MOE, _qwen2),
@@ -59,6 +126,14 @@ ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
     "Mixtral": (gguf.MODEL_ARCH.LLAMA, _llama),
     "Qwen3Next": (gguf.MODEL_ARCH.QWEN3NEXT, _delta),
     "Qwen3_5MoeText": (gguf.MODEL_ARCH.QWEN35MOE, _qwen35),
+    "DeepseekV2": (gguf.MODEL_ARCH.DEEPSEEK2, _deepseek),
+    "DeepseekV3": (gguf.MODEL_ARCH.DEEPSEEK2, _deepseek),
+    "Dots1": (gguf.MODEL_ARCH.DOTS1, _dots1),
+    "Ernie4_5_Moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, _ernie),
+    "Glm4Moe": (gguf.MODEL_ARCH.GLM4_MOE, _glm4),
+    "GptOss": (gguf.MODEL_ARCH.GPT_OSS, _gpt_oss),
+    "GraniteMoeShared": (gguf.MODEL_ARCH.GRANITE_MOE, _granite),
+    "MiniMaxM2": (gguf.MODEL_ARCH.MINIMAXM2, _minimax),
 }
 """Family → its architecture in GGUF."""
 
@@ -68,6 +143,20 @@ _MADE_AS = {"IQ4_NL": "Q4_0"}
 _SUPERS = {"Q4_K": (0, 236, 2, 31), "Q5_K": (0, 488, 2, 31), "Q6_K": (208, 1370)}
 """Types that the package only dequantizes → where in a block its float16 numbers are, each with
 what weights of the size 1 divide by there."""
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "DeepseekV2": {"q_lora_rank": None},
+    "Glm4Moe": {"n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    "GptOss": {"swiglu_limit": 7.0},
+    "GraniteMoeShared": {
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+}
+"""What a family's config has that its files say, or must have because they say nothing of it."""
 
 
 def _common(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -109,9 +198,11 @@ def _reordered(family: str, config: dict[str, Any], name: str, x: np.ndarray) ->
 
     - `x`: values, or where they are.
     """
-    if family == "Mixtral" and (found := re.search(r"\.([qk])_proj\.", name)):
+    if family in ("Mixtral", "GraniteMoeShared") and (found := re.search(r"\.([qk])_proj\.", name)):
         heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}[found[1]]
         return {name: _permute(x, config[heads])}
+    if (split := _split(name, x, config)) is not None:
+        return split
     if "linear_attn." not in name:
         return {name: x}
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -135,6 +226,32 @@ def _reordered(family: str, config: dict[str, Any], name: str, x: np.ndarray) ->
     return {name.replace(".dt_bias", ".dt_proj.bias"): x}
 
 
+def _split(name: str, x: np.ndarray, config: dict[str, Any]) -> dict[str, np.ndarray] | None:
+    """What the converter makes of up-projections of latent KV, and of gate and up that are one
+    tensor, by the names of the file; None: of others."""
+    layer = name.split(".")[2] if "layers" in name else ""
+    if name.endswith("kv_b_proj.weight"):
+        nope = config["qk_nope_head_dim"]
+        rows = x.reshape(config["num_attention_heads"], -1, x.shape[-1])
+        keys, values = rows[:, :nope].swapaxes(1, 2), rows[:, nope:]
+        return {f"blk.{layer}.attn_k_b.weight": keys, f"blk.{layer}.attn_v_b.weight": values}
+    if found := re.search(r"(shared_mlp|sparse_moe)\.(in|out)put_linear", name):
+        end = "shexp" if found[1] == "shared_mlp" else "exps"
+        if found[2] == "out":
+            return {f"blk.{layer}.ffn_down_{end}.weight": x}
+        gate, up = np.split(x, 2, axis=-2)
+        return {f"blk.{layer}.ffn_{m}_{end}.weight": w for m, w in (("gate", gate), ("up", up))}
+    if found := re.search(r"experts\.(gate_up|down)_proj(_bias)?$", name):  # gpt-oss
+        end = ".bias" if found[2] else ".weight"
+        turned = x if found[2] else x.swapaxes(1, 2)
+        if found[1] == "down":
+            return {f"blk.{layer}.ffn_down_exps{end}": turned}
+        return {
+            f"blk.{layer}.ffn_{m}_exps{end}": turned[:, i::2] for i, m in enumerate(("gate", "up"))
+        }
+    return None
+
+
 def _changed(family: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What the converter does to values, and its reverse."""
     if name.endswith(".A_log"):
@@ -149,6 +266,7 @@ def _type_of(name: str, weights: np.ndarray, wanted: str) -> str:
     """As llama.cpp falls back where rows are no whole blocks."""
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]]
     plain = weights.ndim < 2 or "ffn_gate_inp" in name or weights.shape[-1] % block
+    plain = plain or name.endswith(".bias")
     return "F32" if plain else wanted
 
 
@@ -186,12 +304,13 @@ def gguf_model(
     import torch
     from safetensors.torch import load_file, save_file
 
-    model = random_model(family, **config)
+    model = random_model(family, **_CONFIGS.get(family, {}), **config)
     plain = path.with_name(f"{path.stem}-dense")
     model.save_pretrained(plain)
     fields = json.loads((plain / "config.json").read_text())
     whole = load_file(plain / "model.safetensors")
-    stored = {n: t.float().numpy().copy() for n, t in separate_experts(whole).items()}
+    separate = whole if family == "GptOss" else separate_experts(whole)
+    stored = {n: t.float().numpy().copy() for n, t in separate.items()}
     architecture, own_keys = ARCHITECTURES[family]
     writer = gguf.GGUFWriter(
         path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split, small_first_shard=False
@@ -208,17 +327,24 @@ def gguf_model(
         made = _reordered(family, fields, name, change(stored[name]))
         places = _reordered(family, fields, name, order)
         for part, values in made.items():
-            target = names.get_name(part, (".weight", ".bias"))
+            stem = part.replace("_correction_bias", "_correction.bias")
+            target = names.get_name(stem, (".weight", ".bias"))
+            if stem.endswith(".sinks"):
+                target = f"{target}.weight"
             if found:
                 matrix = {"w1": "gate", "w2": "down", "w3": "up"}.get(found[2], found[2][:-5])
                 target = f"blk.{found[1]}.ffn_{matrix}_exps.weight"
             assert target, part
-            kind = others if found is None else (down or experts) if "down" in target else experts
+            kind = (down or experts) if "down" in target else experts
+            kind = kind if "_exps" in target else others
             type_ = _type_of(target, values, kind)
             if type_ in _SUPERS:
                 data = _random_blocks(values, type_)
             else:
-                data = quantize(values, gguf.GGMLQuantizationType[_MADE_AS.get(type_, type_)])
+                data = quantize(
+                    np.ascontiguousarray(values),
+                    gguf.GGMLQuantizationType[_MADE_AS.get(type_, type_)],
+                )
             decoded = dequantize(data, gguf.GGMLQuantizationType[type_])
             np.put(stored[name], places[part], restore(decoded))
             if found:
@@ -232,7 +358,8 @@ def gguf_model(
     writer.write_tensors_to_file()
     writer.close()
     dense = {name: torch.from_numpy(t) for name, t in stored.items()}
-    save_file(stack_experts(dense, whole), plain / "model.safetensors", {"format": "pt"})
+    dense = dense if family == "GptOss" else stack_experts(dense, whole)
+    save_file(dense, plain / "model.safetensors", {"format": "pt"})
     return (
         type(model)
         .from_pretrained(

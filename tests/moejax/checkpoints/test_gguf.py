@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from typing import Any
@@ -20,6 +21,7 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
 from moejax.models.gguf_header import read_gguf
+from pallas_kernels.linear import CodedWeights
 from pallas_kernels.records import decode
 from tests.moejax.gguf_models import ARCHITECTURES, gguf_model
 from tests.moejax.transformers_models import logprobs
@@ -35,8 +37,8 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("gguf")
 
 
-def run(path, **options):
-    with LLM(path, dtype="float32", **LIMITS, **options) as llm:
+def run(path, dtype="float32", **options):
+    with LLM(path, dtype=dtype, **LIMITS, **options) as llm:
         outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
         return llm.stats(), [(o.token_ids, [*(o.logprobs or ())]) for o in outputs]
 
@@ -56,6 +58,10 @@ def test_every_weight_is_that_of_the_dequantized_checkpoint(family, directory):
     )
     first, second = (np.asarray(each.store.arrays["dense"]) for each in (found, wanted))
     assert np.array_equal(first, second)
+    unsaid = ("quantization", "dtype", "eos_token_ids", "rms_norm_eps")
+    assert abs(found.config.rms_norm_eps - wanted.config.rms_norm_eps) < 1e-9
+    same = {name: getattr(wanted.config, name) for name in unsaid}
+    assert dataclasses.replace(found.config, **same) == wanted.config
     assert leaves(found).keys() == leaves(wanted).keys()
     for name, leaf in leaves(wanted).items():
         assert np.array_equal(leaves(found)[name], leaf), name
@@ -206,6 +212,21 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops,
     stats, found = run(path, expert_budget=budget, ops=ops)
     assert stats["precision"]["versions"] == ["q4_k+q4_k+q6_k"]
     assert found == run(directory / "Q4_K_M-dense", ops=ops)[1]
+
+
+@pytest.mark.slow
+def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(directory):
+    path = directory / "coded.gguf"
+    gguf_model(path, experts="Q4_K", others="Q6_K", **WIDE)
+    found = run(path, "bfloat16")
+    assert found[1] == run(directory / "coded-dense", "bfloat16")[1]
+    loaded, plain = (load_checkpoint(path, coded=coded).params for coded in (True, False))
+    pairs = [(loaded["lm_head"], plain["lm_head"][None])]
+    pairs += [(run["qkv"], plain["runs"][i]["qkv"]) for i, run in enumerate(loaded["runs"])]
+    for coded, whole in pairs:
+        assert isinstance(coded, CodedWeights) and coded.elements.nbytes < 0.5 * whole.nbytes
+        decoded, stored = (np.asarray(each).view(np.uint16) for each in (coded.decode(), whole))
+        assert np.array_equal(decoded, stored)
 
 
 @pytest.mark.parametrize("offset", [0, 2])
