@@ -149,6 +149,7 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
             f"{DEMANDS} that a layer waits for and {cache.threads} ahead of need take "
             f"{format_bytes(least)} ({least} bytes)"
         )
+    layered = len(stored_in_part(steps.formats)) > 0
     own = second is not None and (not second.same_bits or platform != "cpu") and not steps.separate
     return {
         "foreign ops": _list_ops(steps.foreign_ops),
@@ -157,7 +158,8 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         "few layers": layers < 3 and f"a model of {layers} layers",
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
         "small cache": small,
-        "layered": len(stored_in_part(steps.formats)) > 0 and "formats that differ by layer",
+        "layered": layered and "formats that differ by layer",
+        "copied layers": layered and copies and "formats that differ by layer",
         "other memory": own and "placement beside a device with memory of its own",
         "pinned placement": second is not None and steps.separate and "placement",
     }
@@ -272,8 +274,8 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("small cache",): "raise it",
     (
         "streaming",
-        "layered",
-    ): "cells of the window pass from layer to layer; use driver='device' or 'host'",
+        "copied layers",
+    ): "jax's copies stream records of one format; use driver='device' or 'host'",
     ("gives away", "layered"): "it computes records of one format; leave out placement",
     ("native queue", "foreign ops"): "native CPU ops wait for transfers; use ops='cpu' (`python -m "
     "pallas_kernels.cpu` builds them), or leave one out",

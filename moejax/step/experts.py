@@ -368,14 +368,17 @@ def load(
     """
     arena, tables = memory
     of_link, packed = jnp.arange(expert.shape[0]) < count, None
+    own = jnp.maximum(expert, 0)
     if context.packed is not None:
-        own = jnp.maximum(expert, 0)
         held = tables.owner[layer, own] == expert
         packed = of_link & held & (tables.cell_version[layer, own] == PACKED_VERSION)
         of_link &= ~packed
     first = jnp.argsort(~of_link, stable=True)
     fills = Fills(
-        expert[first], row[first], jnp.zeros_like(expert), jnp.sum(of_link, dtype=jnp.int32)
+        expert[first],
+        row[first],
+        tables.version[layer, own][first],
+        jnp.sum(of_link, dtype=jnp.int32),
     )
     arena = fill(
         arena,

@@ -52,7 +52,10 @@ class OwnedStream:
         """Gives experts their cells, fills the cells of residents and begins to load the first
         layer. Call it before the first step; KV may hold none of the window's slots."""
         self._set_tables(window.contents())
-        self._transport.populate(*window.residents())
+        rows, versions = window.residents()
+        if (by_layer := self._buffers.layer_versions) is not None:
+            versions = by_layer.of(versions)
+        self._transport.populate(rows, versions)
         if self._steps.tiers:
             self._transport.drain()  # loading the first layer reads the packed records
         buffers = self._buffers

@@ -73,7 +73,11 @@ def window_at(placement: np.ndarray, steps: StepSpec) -> WindowSpec:
     layout, formats = steps.layout, steps.formats
     packed = formats[PACKED_VERSION].cell.rows if steps.tiers and formats is not None else 0
     direct = steps.tiers == "flux-direct"
-    rows = layout.slot_rows, layout.records[0].rows, packed
+    if packed or formats is None:
+        largest = layout.records[0].rows
+    else:  # formats may differ by layer, and cells pass from layer to layer
+        largest = max(version.cell.rows for version in formats)
+    rows = layout.slot_rows, largest, packed
     return WindowSpec(tiers_of(placement), *rows, direct=direct, halves=halves_of(steps))
 
 
