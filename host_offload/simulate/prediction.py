@@ -219,7 +219,7 @@ def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:
     if step.kind == KINDS[0]:
         return Work(*_chunks(step, chunk)), None
     tokens = len(step.ids)
-    spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
+    spans = tokens if step.position is None else float(np.sum(step.position + 1)) / SPAN
     return Work(tokens, spans), tokens if step.rows is None else step.rows
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 5
+FORMAT, VERSION = "moejax-costs", 6
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, without a cell, and into a cell
@@ -34,8 +34,9 @@ class Work(NamedTuple):
 
     parts: int
     """Rows with a token (decode), chunks of a prompt (prefill)."""
-    spans: int
-    """Spans (pallas_kernels.paged_attention.SPAN tokens) that the parts attend to."""
+    spans: float
+    """Tokens that the parts attend to, in spans (pallas_kernels.paged_attention.SPAN): whole ones
+    in a prefill step."""
     experts: int = 0
     """Active experts of all layers together."""
     tiles: int = 0

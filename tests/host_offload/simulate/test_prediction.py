@@ -1,6 +1,7 @@
 """Predictions are arithmetic on a trace and costs, and follow both."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -15,9 +16,13 @@ from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostError
 from tests.host_offload.control.policy_runs import scripted
 from tests.host_offload.sizing.cost_models import LOW, MODEL
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing
+from tests.host_offload.traces.traces_of import write_trace as write_trace_with_positions
 
 EXPERTS = 4
+
+write_trace = functools.partial(write_trace_with_positions, absent=("token.position",))
+"""Each row attends to one span."""
 
 
 def one_token(*layers):
@@ -51,6 +56,9 @@ def test_a_trace_by_hand(tmp_path):
     assert np.isnan(found.mean_s("prefill"))
     # 8 experts of 100 bytes at 0.05 s a byte fit beside the computing.
     assert found.bytes == 800 and found.stall_bound_share == 0
+    placed = write_trace_with_positions(tmp_path / "p", STEPS, EXPERTS)
+    spans = [(position + 1) / 64 for position in range(4)]
+    assert predict(placed, MODEL, cells=2).compute_s.tolist() == [BASE - 1 + s for s in spans]
     slow = predict(trace, dataclasses.replace(MODEL, link_per_byte=10.0), cells=2)
     assert slow.stall_bound_share == pytest.approx((8000 - 4 * BASE) / 8000)
 
@@ -59,7 +67,7 @@ def test_a_prefill_step_counts_chunks_spans_tiles_and_experts(tmp_path):
     # 130 tokens of one request, at positions 0…129: chunks of 64, 64 and 2, which attend to
     # 1 + 2 + 3 spans. All tokens need experts 0 and 1: 130 rows are 3 tiles of 64 each.
     ids = np.repeat(one_token([0, 1], [0, 1]), 130, axis=0)
-    trace = write_trace(tmp_path / "t", [ids, STEPS[0]], EXPERTS, waves=[2, 1])
+    trace = write_trace_with_positions(tmp_path / "t", [ids, STEPS[0]], EXPERTS, waves=[2, 1])
     found = predict(trace, MODEL, cells=4)
     compute = 5000 + 3 * 500 + 6 * 20 + 4 * 200 + (3 - 1) * 4 * 100
     assert found.seconds[0] == compute + 4 * 40  # all cold
