@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.store import StoreBuilder
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError, user_errors
+from moejax.errors import NotPinned, UserError, user_errors
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import VERSIONS
 
@@ -71,7 +72,8 @@ def with_versions(
     - `new_builder`: makes the arrays of new versions, as in load_checkpoint.
 
     Raises UserError for unknown names, for a version that cannot be made because the store lacks
-    dense or the version cannot hold a weight, and where host memory is too small.
+    dense or the version cannot hold a weight, and where host memory is too small; NotPinned where
+    pinned memory is.
     """
     check_quantizer(quantizer)
     if tuple(wanted) in (tuple(loaded.store.arrays), (CHECKPOINT,)):
@@ -102,7 +104,8 @@ def with_versions(
         except VersionError as error:
             raise UserError(f"{error}; use another version") from None
         except MemoryError as error:
-            raise UserError(str(error)) from error
+            kind = UserError if shares_memory(device) else NotPinned
+            raise kind(str(error)) from error
         if version != "dense":
             quantizers[version] = quantizer if layout.lossy else LOSSLESS
     kept = list(wanted)

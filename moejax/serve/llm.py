@@ -204,14 +204,18 @@ class LLM:
                 shared=options.memory.store.name == "shared",
                 coded=reads_codes(settings, self.device.platform),
             )
-        with byte_progress("making", options.runtime.progress) as report:
-            return with_versions(
-                loaded,
-                versions,
-                quantizer=settings.precision.quantizer,
-                progress=report,
-                new_builder=builder,
-            )
+        try:
+            with byte_progress("making", options.runtime.progress) as report:
+                return with_versions(
+                    loaded,
+                    versions,
+                    quantizer=settings.precision.quantizer,
+                    progress=report,
+                    new_builder=builder,
+                )
+        except BaseException:  # its traceback may be kept, and with it the store
+            loaded.store.delete()
+            raise
 
     # ---- what users call
 
