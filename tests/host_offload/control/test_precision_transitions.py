@@ -4,6 +4,8 @@ writes into each slot that it gets at once."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -113,6 +115,23 @@ def test_schedules_are_safe_and_finish(data):
     settle(host, min(aimed, host.transitions.slots), order)
     want_at_most(host, order)
     finish(host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_pool_admits_what_the_papers_two_pools_would(shape):
+    """DynaExq has a pool for each version; here slots are cut into cells of either. After any order
+    of transitions, with as many high experts as fit, both versions have their spares at the same
+    time, taken in any order, and no high one more: as pools of n + spares and E − n + spares."""
+    where = dataclasses.replace(spec_of(shape), move_bytes=1 << 30)
+    host, rng = Host(where), np.random.default_rng(0)
+    for _ in range(12):
+        want_at_most(host, rng.permutation(host.wanted.size))
+        host.drain()
+        alone = copy.deepcopy(host.transitions)
+        for version in rng.permutation([0, 1] * where.spares).tolist():
+            assert alone._reserve(version) is not None
+        assert alone._reserve(0) is None
 
 
 @pytest.mark.slow
