@@ -430,6 +430,7 @@ class Engine:
             return self._dispatch_step(work)
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)
+            self.scheduler.release_states()
             raise
 
     def _give_up(self, requests: set[Request], published: Sequence[Block]) -> None:
@@ -564,6 +565,8 @@ class Engine:
                     request.error = error
                     self._finish(request, "abort", None, now)
                 touched.append(request)
+        if step.work.drafts:  # no step was dispatched since
+            self.scheduler.release_states()
         if self.drafts is not None:
             self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:

@@ -201,7 +201,7 @@ class Scheduler:
         """Returns the next step's work, counted as dispatched; None if nothing can be
         dispatched."""
         self.published, self.in_step = [], set()
-        self._release_states()
+        self.release_states()
         for request in self.running.values():
             self._release_unseen(request)
         # Decode goes on between two prefill steps.
@@ -484,7 +484,8 @@ class Scheduler:
         self.published += copy
         return tuple(read), tuple(copy)
 
-    def _release_states(self) -> None:
+    def release_states(self) -> None:
+        """Frees the pages of states that the step before read or wrote beside those of requests."""
         states, self.states = self.states, []
         self.cache.unpin(states)
         self.cache.release(states)
@@ -598,7 +599,7 @@ class Scheduler:
 
     def move_out_all(self) -> None:
         """Empties the arena's KV while no request runs: moves sessions out, drops idle blocks."""
-        self._release_states()
+        self.release_states()
         while self.sessions.evict():
             pass
         self.cache.drop_idle()
