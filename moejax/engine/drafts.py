@@ -8,8 +8,10 @@ equals these tokens; a rejected row's keys are overwritten before any row reads 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -132,39 +134,40 @@ class Choice:
             self.hold = min(max(lost / COST, HOLDS[0]), HOLDS[1])
 
 
-class Drafts:
-    """Drafts by n-grams of each request's own tokens, and statistics of them.
+class Drafts(abc.ABC):
+    """Guesses of requests' next tokens, whether they pay, and statistics of them.
 
     - `most`: tokens of a draft.
-    - `longest`, `shortest`: see `look_up`.
     - `adaptive`: whether steps go without drafts where that is faster.
     """
 
-    def __init__(self, most: int, longest: int, shortest: int, *, adaptive: bool = True):
-        self.most, self.longest, self.shortest = most, longest, shortest
-        self.adaptive = adaptive
+    def __init__(self, most: int, *, adaptive: bool = True):
+        self.most, self.adaptive = most, adaptive
         self.choices: dict[int, Choice] = {}
         """By the power of two that the number of requests is at most."""
         self.counts: Counter[str] = Counter()
-        self._histories = Histories()
+        self.histories = Histories()
+
+    @abc.abstractmethod
+    def propose(self, asked: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        """Guesses tokens that come next.
+
+        - `asked`: how many tokens of each request at most. All its tokens were read.
+        """
 
     def wanted(self, requests: int) -> bool:
         """Whether the next decode step of so many requests has drafts."""
         return requests > 0 and (not self.adaptive or self._choice(requests).drafts)
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        """Guesses at most so many next tokens of a request."""
-        tokens = self._histories.tokens(request)
-        return look_up(tokens, self.longest, self.shortest, most).tolist()
-
     def guess(self, work: ScheduledWork) -> dict[Request, Guess]:
         """Returns guesses for the requests of a decode step, those without one left out. All tokens
         of the requests must have been read. A guess ends before a token that may not come."""
         found: dict[Request, Guess] = {}
-        for _, request in work.rows:
-            # The step's own token is one of those to come.
-            most = min(self.most, request.to_generate - request.dispatched)
-            tokens, rules = self.propose(request, most), request.rules
+        # The step's own token is one of those to come.
+        left = {request: request.to_generate - request.dispatched for _, request in work.rows}
+        asked = {request: min(self.most, most) for request, most in left.items() if most > 0}
+        for request, tokens in self.propose(asked).items():
+            rules = request.rules
             words = [None] * len(tokens) if rules is None else rules.ahead(tokens, request.output)
             if words:
                 found[request] = Guess(tokens[: len(words)], words)
@@ -193,10 +196,7 @@ class Drafts:
         """Returns the part of LLM.stats() on drafts as plain data."""
         drafted, accepted = self.counts["drafted"], self.counts["accepted"]
         return {
-            "method": "ngram",
             "num_speculative_tokens": self.most,
-            "prompt_lookup_max": self.longest,
-            "prompt_lookup_min": self.shortest,
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "acceptance_rate": accepted / drafted if drafted else None,
@@ -213,3 +213,25 @@ class Drafts:
             "tokens_per_s_with": with_drafts,
             "tokens_per_s_without": without,
         }
+
+
+class NgramDrafts(Drafts):
+    """Drafts by n-grams of each request's own tokens.
+
+    - `longest`, `shortest`: see `look_up`.
+    """
+
+    def __init__(self, most: int, longest: int, shortest: int, *, adaptive: bool = True):
+        super().__init__(most, adaptive=adaptive)
+        self.longest, self.shortest = longest, shortest
+
+    def propose(self, asked: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        lengths = self.longest, self.shortest
+        return {
+            request: look_up(self.histories.tokens(request), *lengths, most).tolist()
+            for request, most in asked.items()
+        }
+
+    def stats(self) -> dict[str, Any]:
+        own = {"prompt_lookup_max": self.longest, "prompt_lookup_min": self.shortest}
+        return {"method": "ngram", **own, **super().stats()}

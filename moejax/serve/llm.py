@@ -136,14 +136,19 @@ class LLM:
                 settings, builder = copies, store_builder(copies, self.device.platform)
                 loaded = self._load(settings, directory, builder)
             self._start.end("load", loaded.seconds)
+            self._drafter: LLM | None = None
             try:
+                self._drafter = _start_drafter(options)
                 self.engine, self.plan = start_engine(
                     loaded,
                     settings,
                     self.device,
                     tokenizer=lambda: check_vocabulary(tokenizer.result(), loaded.config, words),
+                    drafter=self._drafter and self._drafter.engine,
                 )
             except BaseException:
+                if self._drafter is not None:
+                    self._drafter.close()
                 loaded.store.delete()
                 if loaded.shared is not None:
                     loaded.shared.close()
@@ -510,6 +515,8 @@ class LLM:
                 self._kept_kv.save(self.engine)
         finally:
             self.engine.runner.delete()
+            if self._drafter is not None:
+                self._drafter.close()
             if self._shared is not None:
                 self._shared.close()
 
@@ -565,3 +572,20 @@ class LLM:
         if self._borrower not in (None, threading.current_thread()):
             raise UserError("this LLM belongs to an AsyncLLM; use that, or close it first")
         return self.engine
+
+
+def _start_drafter(options: Config) -> LLM | None:
+    """Starts the model that drafts, with the limits and on the device of the model that it drafts
+    for; None if the options name none. Its memory is its own."""
+    runtime = options.runtime
+    if runtime.speculative_config is None or runtime.speculative_config.model is None:
+        return None
+    return LLM(
+        runtime.speculative_config.model,
+        max_model_len=options.model.max_model_len,
+        max_num_seqs=runtime.max_num_seqs,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        device=runtime.device,
+        threads=runtime.threads,
+        progress=runtime.progress,
+    )

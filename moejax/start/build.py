@@ -21,8 +21,9 @@ from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
-from moejax.engine.drafts import Drafts
+from moejax.engine.drafts import Drafts, NgramDrafts
 from moejax.engine.loop import Engine
+from moejax.engine.model_drafts import ModelDrafts
 from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
@@ -50,6 +51,7 @@ from moejax.step.step_parts import StepSpec
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:
+    from moejax.models.model_config import ModelConfig
     from moejax.requests.tokenizer import Tokenizer
 
 log = logging.getLogger("moejax")
@@ -62,6 +64,7 @@ def start_engine(
     *,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     check: bool = True,
+    drafter: Engine | None = None,
 ) -> tuple[Engine, StartPlan]:
     """Builds the engine of a loaded model and returns it with its plan.
 
@@ -69,10 +72,12 @@ def start_engine(
       (moejax.checkpoints.versions.with_versions).
     - `tokenizer`: called when everything is decided.
     - `check`: whether kernels run only if checks found them right on this device.
+    - `drafter`: runs the draft model of the options.
 
     Raises UserError, BudgetError or ArenaTooSmall. The model is freed if the build fails.
     """
     settings = options if isinstance(options, Settings) else settings_of(options)
+    drafts = _drafts(settings.options.runtime.speculative_config, loaded.config, drafter)
     own = loaded.config.expert_layers
     settings = settings.of_model(
         *(own if own.keys() <= loaded.store.layouts.keys() else ("dense",))
@@ -82,7 +87,7 @@ def start_engine(
     while True:
         plan = probe_plan(loaded, settings, device, check=check, most=most)
         try:
-            engine = build(plan, loaded, device, tokenizer)
+            engine = build(plan, loaded, device, tokenizer, drafts)
             break
         except ArenaError as error:
             if not automatic(settings, device.platform):
@@ -205,6 +210,7 @@ def build(
     loaded: LoadedModel,
     device: jax.Device,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+    drafts: Drafts | None = None,
 ) -> Engine:
     """Builds the engine of a plan: allocates the arena, places the experts, compiles what a first
     request needs. If this fails, it frees everything that the model holds.
@@ -215,7 +221,7 @@ def build(
         plan.steps, loaded, device, slots=plan.budget.slots, bound=plan.spec.cell_bound
     )
     try:
-        return _engine(plan, loaded, runner, tokenizer())
+        return _engine(plan, loaded, runner, tokenizer(), drafts)
     except BaseException:
         runner.delete()
         raise
@@ -226,6 +232,7 @@ def _engine(
     loaded: LoadedModel,
     runner: Executor,
     tokenizer: Tokenizer | None,
+    drafts: Drafts | None,
 ) -> Engine:
     options, spec = plan.settings.options, plan.spec
     arena = SlotArena(
@@ -267,16 +274,34 @@ def _engine(
         tracer=tracer,
         tokenizer=tokenizer,
         planner=_planner(plan, runner, scheduler),
-        drafts=_drafts(options.runtime.speculative_config),
+        drafts=drafts,
     )
 
 
-def _drafts(speculation: Speculation | None) -> Drafts | None:
+def _drafts(
+    speculation: Speculation | None, config: ModelConfig, drafter: Engine | None
+) -> Drafts | None:
+    """Raises UserError for a draft model that does not fit the model."""
     if speculation is None:
         return None
     s = speculation
-    lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
-    return Drafts(*lengths, adaptive=s.adaptive)
+    if s.model is None:
+        lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
+        return NgramDrafts(*lengths, adaptive=s.adaptive)
+    if drafter is None:
+        raise UserError("speculative_config: this command runs no draft model; use method ngram")
+    own, needed = drafter.runner.config.vocab_size, config.vocab_size
+    if own != needed:
+        raise UserError(
+            f"speculative_config: the draft model {s.model} has a vocabulary of {own} tokens, the "
+            f"model {needed}; use a draft model with the same tokens"
+        )
+    if drafter.scheduler.page.state_pages:
+        raise UserError(
+            f"speculative_config: {drafter.runner.config.architecture}, whose attention keeps a "
+            "state, cannot go back over its drafts; use another draft model"
+        )
+    return ModelDrafts(s.num_speculative_tokens, s.model, drafter, adaptive=s.adaptive)
 
 
 def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:

@@ -176,6 +176,8 @@ read_driver = reads(
 class Speculation:
     """How tokens are drafted for decode steps to verify, with names as in vLLM."""
 
+    model: str | None = None
+    """The model that drafts, of method draft_model; None: n-grams."""
     num_speculative_tokens: int = 4
     """Most tokens of a draft."""
     prompt_lookup_max: int = 5
@@ -187,7 +189,8 @@ class Speculation:
 
 
 def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculation:
-    """``{"method": "ngram", "num_speculative_tokens": 4, …}``, as a mapping or as JSON."""
+    """``{"method": "ngram", "num_speculative_tokens": 4, …}`` or ``{"method": "draft_model",
+    "model": PATH, …}``, as a mapping or as JSON."""
     if isinstance(given, Speculation):
         return given
     example = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
@@ -204,12 +207,21 @@ def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculatio
     method = settings.pop("method", None)
     if method is None:
         raise ValueError(f"speculative_config names no method; give it as in {example}")
-    if method != "ngram":
-        raise ValueError(unknown("speculative method", str(method), ["ngram"]))
+    if method not in ("ngram", "draft_model"):
+        raise ValueError(unknown("speculative method", str(method), ["ngram", "draft_model"]))
     known = {field.name: field.default for field in dataclasses.fields(Speculation)}
+    own = {"model"} if method == "draft_model" else {"prompt_lookup_max", "prompt_lookup_min"}
+    keys = ["method", *own, "num_speculative_tokens", "adaptive"]
+    model = settings.get("model")
+    if method == "draft_model" and (not isinstance(model, str) or not model):
+        raise ValueError(
+            f"speculative_config: model is the draft model's directory or name, not {model!r}"
+        )
     for name, value in settings.items():
-        if name not in known:
-            raise ValueError(unknown("key of speculative_config", name, ["method", *known]))
+        if name not in keys:
+            raise ValueError(unknown("key of speculative_config", name, sorted(keys)))
+        if name == "model":
+            continue
         if type(value) is not type(known[name]) or value < (1 if name != "adaptive" else 0):
             kind = "true or false" if name == "adaptive" else "a whole number, 1 or more"
             raise ValueError(f"speculative_config: {name} is {kind}, not {value!r}")

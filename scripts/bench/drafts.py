@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.drafts import Drafts
+from moejax.engine.drafts import Drafts, NgramDrafts
 from moejax.requests.outputs import RequestOutput
 from moejax.start.option_values import Speculation
 from scripts.parts.commands import new_parser, positive, refusing
@@ -54,8 +54,8 @@ def ways() -> dict[str, Drafts | None]:
     lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
     return {
         "plain": None,
-        "always": Drafts(*lengths, adaptive=False),
-        "adaptive": Drafts(*lengths),
+        "always": NgramDrafts(*lengths, adaptive=False),
+        "adaptive": NgramDrafts(*lengths),
     }
 
 

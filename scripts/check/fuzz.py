@@ -50,7 +50,7 @@ from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
-from moejax.engine.drafts import Drafts
+from moejax.engine.drafts import NgramDrafts
 from moejax.engine.statistics import kv_stats
 from moejax.models.config import load_config
 from moejax.models.families import FAMILIES
@@ -503,7 +503,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     lengths = conditions.drafts
-    engine.drafts = None if lengths is None else Drafts(*lengths, adaptive=False)
+    engine.drafts = None if lengths is None else NgramDrafts(*lengths, adaptive=False)
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
     if conditions.stages:

@@ -18,6 +18,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams
 from moejax.engine.drafts import Drafts
+from moejax.requests.request import Request
 from tests.faults import Faults, inject
 from tests.moejax.engine_runs import Recorded, mixed_jobs, run
 
@@ -79,10 +80,13 @@ class Known(Drafts):
     """
 
     def __init__(self, answers: dict[int, list[int]], mistakes: float = 0.3):
-        super().__init__(5, 1, 1, adaptive=False)
+        super().__init__(5, adaptive=False)
         self.answers, self.rng, self.mistakes = answers, np.random.default_rng(0), mistakes
 
-    def propose(self, request, most):
+    def propose(self, asked):
+        return {request: self._guess(request, most) for request, most in asked.items()}
+
+    def _guess(self, request: Request, most: int) -> list[int]:
         done = len(request.output)
         assert request.params.seed is not None
         tokens = self.answers[request.params.seed][done : done + most]

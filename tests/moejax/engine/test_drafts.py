@@ -16,7 +16,7 @@ import pytest
 from moejax import LLM, SamplingParams, StructuredOutputsParams, UserError
 from moejax.commands.main import main
 from moejax.engine import loop, scheduler
-from moejax.engine.drafts import HOLDS, TRIAL, WINDOW, Choice, Drafts, look_up
+from moejax.engine.drafts import HOLDS, TRIAL, WINDOW, Choice, Drafts, NgramDrafts, look_up
 from moejax.engine.step_work import Step
 from moejax.start.option_values import read_speculation
 from moejax.start.options import Config
@@ -238,7 +238,7 @@ def test_structured_outputs_and_stop_strings_are_drafted(demo):
         n=2,
     )
     found = []
-    for drafts in (None, Drafts(4, 3, 1, adaptive=False)):
+    for drafts in (None, NgramDrafts(4, 3, 1, adaptive=False)):
         demo.llm.engine.drafts = drafts
         (out,) = demo.llm.generate(["The old man"], params, use_tqdm=False)
         found.append([(each.token_ids, each.text, each.finish_reason) for each in out.outputs])
@@ -340,7 +340,7 @@ def test_drafts_begin_again_where_they_pay():
 def test_a_choice_is_by_the_requests_that_decode(demo, monkeypatch):
     """It is learned by them, so others that run, whose prompts are computed, do not count."""
     engine, asked = demo.llm.engine, []
-    drafts = Drafts(4, 5, 1, adaptive=False)
+    drafts = NgramDrafts(4, 5, 1, adaptive=False)
     monkeypatch.setattr(drafts, "wanted", lambda requests: bool(asked.append(requests)) or True)
     monkeypatch.setattr(engine, "drafts", drafts)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -366,7 +366,8 @@ def test_names_are_those_of_vllm(capsys):
     assert found is not None and (found.prompt_lookup_max, found.prompt_lookup_min) == (3, 2)
     for wrong, why in (
         ({"num_speculative_tokens": 4}, "speculative_config names no method; give it as in"),
-        ({"method": "eagle"}, "unknown speculative method 'eagle'; known: ngram"),
+        ({"method": "eagle"}, "unknown speculative method 'eagle'; known: ngram, draft_model"),
+        ({"method": "draft_model"}, "model is the draft model's directory or name, not None"),
         ({**NGRAM, "model": "x"}, "unknown key of speculative_config 'model'"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is a whole number"),
         ({**NGRAM, "prompt_lookup_max": 1, "prompt_lookup_min": 2}, "2 is more than prompt_lookup"),
@@ -410,3 +411,55 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     assert said["choices"][0]["on"] and said["choices"][0]["requests_at_most"] == 1
     seen = np.concatenate([step.position for step in read_trace(trace).step_traces()])
     assert sorted(seen.tolist()) == list(range(4 + count - 1))
+
+
+# ---- a draft model
+
+
+@pytest.fixture(scope="module")
+def modeled() -> Iterator[LLM]:
+    """The demo drafts for itself, so that greedy drafts are right but for prefill's bits."""
+    config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}
+    with open_llm("demo", max_num_seqs=8, speculative_config=config | {"adaptive": False}) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+def test_drafts_of_a_model_change_no_bit(modeled, demo):
+    assert same_bits(run(modeled, demo.jobs), demo.plain)
+    said, drafts = modeled.stats()["speculation"], modeled.engine.drafts
+    assert said["method"] == "draft_model" and said["model"] == "demo"
+    assert said["accepted_tokens"] > 30 and said["acceptance_rate"] > 0.5, said
+    drafts.propose({})
+    assert drafts.engine.idle and not drafts.engine.scheduler.sessions.all
+    assert drafts.engine.statistics.requests > 20
+
+
+@pytest.mark.slow
+def test_a_draft_computes_only_what_came_since(modeled):
+    """Sampled tokens are drafted by the request's seed."""
+    engine = modeled.engine.drafts.engine
+    before, hits = engine.statistics.prompt_tokens, engine.scheduler.counts["session_hit_tokens"]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
+    counts = modeled.engine.drafts.counts.copy()
+    modeled.generate([[*range(5, 105)]], params, use_tqdm=False)
+    asked = engine.statistics.prompt_tokens - before
+    assert engine.scheduler.counts["session_hit_tokens"] - hits > asked - 100 - 2 * 60 - 64
+    drafted, accepted = (
+        modeled.engine.drafts.counts[name] - counts[name] for name in ("drafted", "accepted")
+    )
+    assert accepted > 0.5 * drafted > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "why"),
+    [
+        ("Qwen3MoeForCausalLM", {"vocab_size": 512}, r"has a vocabulary of 512 tokens.*model 4096"),
+        ("Lfm2MoeForCausalLM", {"vocab_size": 4096}, "cannot go back over its drafts"),
+    ],
+)
+def test_draft_models_that_do_not_fit_are_refused(family, fields, why, tmp_path):
+    model = write_checkpoint(tmp_path / "m", family, **fields)
+    config = {"method": "draft_model", "model": str(model)}
+    with pytest.raises(UserError, match=f"speculative_config: .*{why}"):
+        LLM("demo", speculative_config=config, progress=False, **LIMITS)
