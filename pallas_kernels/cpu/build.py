@@ -79,9 +79,15 @@ def find_compiler() -> list[str]:
     raise BuildError(f"no C++ compiler found ({wanted or ', '.join(COMPILERS)})")
 
 
+def _machine(compiler: Sequence[str]) -> str:
+    """The processor that a compiler compiles for, as os.uname names it."""
+    name = _run([*compiler, "-dumpmachine"]).split("-")[0]
+    return "x86_64" if name == "amd64" else name
+
+
 def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
     """Object file → the compiler's arguments."""
-    x86 = _run([*compiler, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    x86 = _machine(compiler) == "x86_64"
     include = ["-I", str(HERE.parent.parent), "-I", str(HERE)]
     define = ["-DMOEJAX_X86"] if x86 else []
     define.append(f'-DMOEJAX_SOURCES="{digest()}"')
@@ -107,7 +113,7 @@ def build(folder: Path = HERE) -> Path:
     with tempfile.TemporaryDirectory() as work:
         objects = compile_units(compiler, translation_units(compiler), Path(work))
         library = link(compiler, objects, folder)
-        if (HERE.parents[1] / "setup.py").is_file():
+        if (HERE.parents[1] / "setup.py").is_file() and _machine(compiler) == os.uname().machine:
             _keep([*objects, library], sources_digest)
     return library
 
@@ -184,10 +190,10 @@ def is_whole(path: Path) -> bool:
 
 def built(folder: Path) -> Path:
     """Puts a library into a folder: a copy of the one beside the sources or in the user's cache if
-    it was compiled from these sources, otherwise a new one. Raises BuildError, also without a
-    compiler."""
-    find_compiler()
-    return copy_built(folder) or build(folder)
+    it was compiled from these sources, for the processor that the compiler compiles for, otherwise
+    a new one. Raises BuildError, also without a compiler."""
+    is_for_here = _machine(find_compiler()) == os.uname().machine
+    return (copy_built(folder) if is_for_here else None) or build(folder)
 
 
 def copy_built(folder: Path) -> Path | None:

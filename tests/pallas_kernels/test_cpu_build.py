@@ -121,6 +121,7 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "digest", lambda: "these")
     monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_machine", lambda compiler: os.uname().machine)
     monkeypatch.setattr(build, "build", lambda folder: folder / "compiled")
     monkeypatch.setattr(build, "kept", lambda: None)
     monkeypatch.setattr(build, "is_whole", lambda path: True)
@@ -128,6 +129,9 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     assert build.built(folder) == folder / "compiled"
     beside.write_text("of these")
     assert build.built(folder).read_text() == beside.read_text()
+    # One that compiles for another processor, such as `zig c++ -target aarch64-linux-gnu`.
+    monkeypatch.setattr(build, "_machine", lambda compiler: "another")
+    assert build.built(folder) == folder / "compiled"
     monkeypatch.undo()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError):
