@@ -8,19 +8,35 @@ namespace {
 constexpr int64_t kRowScales = 256;  // groups of a row, at most
 constexpr int64_t kBlockScales = 256;  // columns of down^T whose scales are widened at once
 
+// 2·L bfloat16 as the floats of the first and of the second half.
+INLINE Pair widened(__m512i both) {
+  vu lane;
+  for (int i = 0; i < L; i++) lane[i] = (uint32_t)i << 16;
+  const __mmask32 upper = 0xaaaaaaaa;
+  return {(vf)_mm512_maskz_permutexvar_epi16(upper, (__m512i)lane, both),
+          (vf)_mm512_maskz_permutexvar_epi16(upper, (__m512i)(lane + ((uint32_t)L << 16)), both)};
+}
+
 // What has the weights of blocks of a plane of gate or up; two: the halves of a block of 2·L weights
 // have scales of their own. A State has a row's scales.
 template <Codes kind, bool two>
 struct Blocks {
   static constexpr bool looked_up = bits_of(kind) + highs_of(kind) <= (two ? 4 : 5);
-  using Decoder = std::conditional_t<looked_up, Index<kind>, Numbers<kind>>;
+  static constexpr bool in_two = kind == Codes::Int6;  // values are looked up in two tables
+  using Decoder = std::conditional_t<looked_up || in_two, Index<kind>, Numbers<kind>>;
   struct State {
     __m512i table;
     vf scale[2], shift[2];
   };
   const Decoder decoder;
   const bool half;
-  INLINE Blocks(int64_t plane, int64_t high_plane, bool through) : decoder(plane, high_plane), half(through) {}
+  __m512i values[2];
+  INLINE Blocks(int64_t plane, int64_t high_plane, bool through) : decoder(plane, high_plane), half(through) {
+    if constexpr (in_two) {
+      values[0] = narrowed(load<vf>(kLanes<kind, 0, 1>.of), load<vf>(kLanes<kind, L, 1>.of));
+      values[1] = narrowed(load<vf>(kLanes<kind, 2 * L, 1>.of), load<vf>(kLanes<kind, 3 * L, 1>.of));
+    }
+  }
 
   // scale, shift: of the group, or of two.
   INLINE State set(const float* scale, const float* shift) const {
@@ -29,7 +45,9 @@ struct Blocks {
     s.scale[0] = splat(scale[0]), s.scale[1] = two ? splat(scale[1]) : s.scale[0];
     s.shift[0] = shifts ? splat(shift[0]) : vf{}, s.shift[1] = shifts && two ? splat(shift[1]) : s.shift[0];
     if constexpr (!looked_up) {
-      for (vf& one : s.scale) one = one * Numbers<kind>::less;
+      if constexpr (!in_two) {
+        for (vf& one : s.scale) one = one * Numbers<kind>::less;
+      }
       // Exact: 9 bits and 11 (has_plane).
       if constexpr (kind == Codes::Int8) {
         for (int i = 0; i < 2; i++) s.shift[i] = decoder.zero * s.scale[i];
@@ -58,6 +76,9 @@ struct Blocks {
       const Pair pair = decoder.get(codes);
       return narrowed((vf)_mm512_fmsub_ps((__m512)pair.first, (__m512)s.scale[0], (__m512)s.shift[0]),
                       (vf)_mm512_fmsub_ps((__m512)pair.second, (__m512)s.scale[1], (__m512)s.shift[1]));
+    } else if constexpr (in_two) {
+      const Pair pair = widened(_mm512_permutex2var_epi16(values[0], decoder.get(codes, highs), values[1]));
+      return narrowed(pair.first * s.scale[0], pair.second * s.scale[1]);
     } else {
       const Pair pair = decoder.values(codes, highs);
       return narrowed(scaled_of<kind>(pair.first, s.scale[0], s.shift[0]),
@@ -92,28 +113,37 @@ INLINE void pass_rows(const Format& f, const Coding& c, const Passes& p, const u
   for (int64_t begin = 0, s = 0; begin < f.hidden; begin += p.stretch, s++) {
     const int64_t plane = begin / size;
     const Blocks<kind, two> blocks(plane, s, c.product == Rounding::F16);
+    const auto add = [&](const auto& state, int r, int64_t at) {
+      const int64_t here = at - plane * size, line = at / (2 * L);
+      // The next rows' lines, evenly.
+      if (line % planes == 0) soon(codes[r] + R * size + line / planes * 2 * L);
+      const __m512i upper = highs_of(kind) ? (__m512i)load<vu>(highs[r] + at - begin) : __m512i{};
+      const __m512i weights = blocks.get(state, (__m512i)load<vu>(codes[r] + here), upper);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        total[t][r] = (vf)_mm512_dpbf16_ps((__m512)total[t][r], (__m512bh)weights,
+                                           (__m512bh)load<vu>((const uint16_t*)x[t] + at));
+      }
+    };
+    const auto state_of = [&](int r, int64_t group) {
+      return blocks.set(scales + r * p.groups + group, shifts + r * p.groups + group);
+    };
+    if (two || p.span == 2 * L) {  // scales of one block each: none waits in a register
+      for (int64_t at = begin; at < begin + p.stretch; at += 2 * L) {
+        const int64_t group = two ? at / L : at / c.group;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) add(state_of(r, group), r, at);
+      }
+      continue;
+    }
     for (int64_t at = begin; at < begin + p.stretch;) {
       typename Blocks<kind, two>::State state[R];
       const int64_t group = at / c.group, end = at + p.span;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        state[r] = blocks.set(scales + r * p.groups + group, shifts + r * p.groups + group);
-      }
+      for (int r = 0; r < R; r++) state[r] = state_of(r, group);
       for (; at < end; at += 2 * L) {
-        const int64_t here = at - plane * size, line = at / (2 * L);
-        const bool ask = line % planes == 0;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          // The next rows' lines, evenly.
-          if (ask) soon(codes[r] + R * size + line / planes * 2 * L);
-          const __m512i upper = highs_of(kind) ? (__m512i)load<vu>(highs[r] + at - begin) : __m512i{};
-          const __m512i weights = blocks.get(state[r], (__m512i)load<vu>(codes[r] + here), upper);
-#pragma GCC unroll 4
-          for (int t = 0; t < T; t++) {
-            total[t][r] = (vf)_mm512_dpbf16_ps((__m512)total[t][r], (__m512bh)weights,
-                                               (__m512bh)load<vu>((const uint16_t*)x[t] + at));
-          }
-        }
+        for (int r = 0; r < R; r++) add(state[r], r, at);
       }
     }
   }
@@ -122,7 +152,7 @@ INLINE void pass_rows(const Format& f, const Coding& c, const Passes& p, const u
 template <Codes kind, bool two, int T>
 void rows_of_codes(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t count,
                    const float* const* x, float* y, int64_t stride) {
-  constexpr int R = T == 1 ? 8 : 4;
+  constexpr int R = 4;
   const Coding& c = f.matrix[matrix];
   const Passes p(f, c);
   const int64_t size = f.hidden * bits_of(kind) / 16, high_size = f.hidden * highs_of(kind) / 16;
@@ -249,12 +279,7 @@ INLINE Pair narrowed_and_back(Pair p) {
   if constexpr (how == Narrowing::None) return p;
   if constexpr (how == Narrowing::Short) return {rounded(p.first), rounded(p.second)};
   if constexpr (how == Narrowing::Half) p = {through_f16(p.first), through_f16(p.second)};
-  const __m512i both = narrowed(p.first, p.second);
-  vu lane;
-  for (int i = 0; i < L; i++) lane[i] = (uint32_t)i << 16;
-  const __mmask32 upper = 0xaaaaaaaa;
-  return {(vf)_mm512_maskz_permutexvar_epi16(upper, (__m512i)lane, both),
-          (vf)_mm512_maskz_permutexvar_epi16(upper, (__m512i)(lane + ((uint32_t)L << 16)), both)};
+  return widened(narrowed(p.first, p.second));
 }
 
 // Rows of elements [first, end) of each quarter, which have one scale a quarter and column, onto the

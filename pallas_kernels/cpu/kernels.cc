@@ -490,6 +490,28 @@ void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t p
   }
 }
 
+#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+// Whole vectors of bytes times the float16 that `super` of them share, 8 or 16: scales or, negative,
+// minimums, of lines that follow each other.
+void supers_of(const Coding& c, const uint16_t* record, int64_t hidden, bool mins, int64_t at, int64_t n,
+               float* out) {
+  const uint8_t* bytes = (const uint8_t*)(record + (mins ? c.shifts : c.extra) * hidden) + at;
+  const uint16_t* supers = record + (mins ? c.min_supers : c.supers) * hidden + at / c.super;
+  const vi both = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+  for (int64_t i = 0; i < n; i += L) {
+    const __m128i some = _mm_loadu_si128((const __m128i*)(bytes + i));
+    const bool positive = c.scale == ScaleType::U8;
+    const vi numbers = (vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some));
+    uint32_t halves = supers[i / c.super];
+    if (c.super == 8) halves |= (uint32_t)supers[i / 8 + 1] << 16;
+    else halves |= halves << 16;
+    const __m128 own = _mm_cvtph_ps(_mm_cvtsi32_si128((int)halves));
+    const vf times = (vf)_mm512_permutexvar_ps((__m512i)both, _mm512_castps128_ps512(own));
+    store(out + i, __builtin_convertvector(numbers, vf) * (mins ? -times : times));
+  }
+}
+#endif
+
 // Scales, and zeros or minimums where there are any, of the groups from `first` on of a line: a row
 // of gate or up (or `across` of them), or a group of down's rows.
 void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line, int64_t first,
@@ -497,6 +519,15 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
   const Coding& c = f.matrix[matrix];
   const int64_t along = matrix == DOWN ? c.across : c.group;
   const int64_t length = (f.hidden + along - 1) / along, at = line * length + first;
+#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+  const bool bytes = c.scale == ScaleType::U8 || c.scale == ScaleType::I8;
+  const bool vectors = bytes && matrix != DOWN && (c.super == 8 || c.super == 16);
+  if (vectors && at % L == 0 && n % L == 0 && length % c.super == 0) {
+    supers_of(c, record, f.hidden, false, at, n, scale);
+    if (has_shifts(c.kind)) supers_of(c, record, f.hidden, true, at, n, shift);
+    return;
+  }
+#endif
   numbers_of(c.scale, record + c.extra * f.hidden, at, n, scale);
   if (c.super) times_supers(f, record, matrix, c.supers, line, length, first, n, 1, scale);
   if (c.whole != Whole::None) {
