@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -288,11 +289,15 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-class _Any:
-    """Holds every name: expected_tensors then says what a checkpoint of stacked experts holds."""
+class _AllBut:
+    """Holds every name but these: expected_tensors then says what a checkpoint of stacked experts
+    holds."""
+
+    def __init__(self, names: Container[str]):
+        self._names = names
 
     def __contains__(self, name: object) -> bool:
-        return True
+        return name not in self._names
 
 
 def stacked(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -302,7 +307,7 @@ def stacked(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str,
     for name, place in expected_tensors(parsed, tensors).items():
         if isinstance(place, ExpertPlace):
             single.setdefault((place.layer, place.matrix), []).append(left.pop(name))
-    for name, place in expected_tensors(parsed, _Any()).items():
+    for name, place in expected_tensors(parsed, _AllBut(tensors)).items():
         if isinstance(place, ExpertPlace):
             parts = {"gate_up": ("gate", "up")}.get(place.matrix, (place.matrix,))
             stacks = [np.stack(single[place.layer, part]) for part in parts]
