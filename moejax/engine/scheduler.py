@@ -433,6 +433,7 @@ class Scheduler:
             there = self._free_pages(min(wanted, limit))
             if there and swapped:
                 self.cache.swap_in(request.blocks)
+                self.sessions.returned(request.blocks)
             if there and len(request.blocks.state) < self.page.state_pages:
                 state = self.cache.allocate(self.page.state_pages)
                 self.cache.pin(state)

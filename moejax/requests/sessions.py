@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,15 +24,16 @@ class Sessions:
         self.page = cache.arena.layout.page
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._numbers = 0
+        self.pages = 0
+        """Pages of all sessions, on the device and in host memory."""
+        self._resting: OrderedDict[str, Session] = OrderedDict()
+        """Sessions that may have pages on the device, the longest unused first."""
+        self._away: dict[Block, list[Session]] = {}
+        """Blocks of the others, which are on the host."""
 
     @property
     def all(self) -> tuple[Session, ...]:
         return tuple(self._sessions.values())
-
-    @property
-    def pages(self) -> int:
-        """Pages of all sessions, on the device and in host memory."""
-        return sum(session.blocks.pages for session in self._sessions.values())
 
     def __getitem__(self, session_id: str) -> Session:
         """The session of that name, a new one if there is none."""
@@ -52,8 +53,33 @@ class Sessions:
         if session.turn is not None:
             raise UserError(f"session {session_id!r} has a turn that has not ended")
         del self._sessions[session_id]
-        self.cache.release(session.blocks)
-        session.blocks = SequenceBlocks(self.page)
+        self.cache.release(self.replace(session, SequenceBlocks(self.page)))
+
+    def replace(self, session: Session, blocks: SequenceBlocks) -> SequenceBlocks:
+        """Gives a session other blocks and returns those that it had."""
+        self._recall(session)
+        old, session.blocks = session.blocks, blocks
+        self.pages += blocks.pages - old.pages
+        if blocks:
+            self._resting[session.session_id] = session
+        return old
+
+    def returned(self, blocks: Iterable[Block]) -> None:
+        """Learns that blocks came back to the device, where sessions may hold them too."""
+        for block in blocks:
+            for session in [*self._away.get(block, ())]:
+                self._recall(session)
+                self._resting[session.session_id] = session
+                self._resting.move_to_end(session.session_id, last=False)
+
+    def _recall(self, session: Session) -> None:
+        if self._resting.pop(session.session_id, None) is not None:
+            return
+        for block in session.blocks:
+            if (others := self._away.get(block)) and session in others:
+                others.remove(session)
+                if not others:
+                    del self._away[block]
 
     def begin_turn(self, request: Request, session: Session) -> bool:
         """Shares the session's KV with the request, as far as the tokens agree, or nothing if they
@@ -119,7 +145,7 @@ class Sessions:
             tokens = len(request.prompt) + len(request.output) - 1
             kept, spare = blocks.split(-(-tokens // self.page.block_size))
             self.cache.release([*spare, *kept.trim(tokens)])
-            blocks, session.blocks = session.blocks, kept
+            blocks = self.replace(session, kept)
             session.tokens, session.pure = request.tokens(0, tokens), min(request.pure, tokens)
             session.dropped = request.recomputed
         elif request.finish_reason != "abort":
@@ -133,21 +159,36 @@ class Sessions:
     def evict(self, most: int | None = None) -> bool:
         """Moves out the longest unused session with a movable page, or `most` of its pages. Returns
         whether that made room."""
-        for session in self._sessions.values():
-            if not (movable := self.cache.movable(session.blocks)):
-                continue
-            before = self.cache.available
-            if self.overflow == "recompute":
-                self.cache.release(session.blocks)
-                session.blocks, session.tokens = SequenceBlocks(self.page), []
-                session.pure = 0
-                session.dropped = True
-            else:
-                self.cache.swap_out(movable[:most])
-            if self.cache.available > before:
-                self.evicted += 1
-                return True
-        return False
+        if self.overflow == "swap" and self.cache.swap_room < 1:
+            return False
+        away: list[Session] = []
+        try:
+            for session in self._resting.values():
+                if not (movable := self.cache.movable(session.blocks)):
+                    # Pages that another request reads can be moved later.
+                    if self.cache.missing(session.blocks) == session.blocks.pages:
+                        away.append(session)
+                elif self._move_out(session, movable[:most]):
+                    self.evicted += 1
+                    return True
+            return False
+        finally:
+            for session in away:
+                self._resting.pop(session.session_id)
+                for block in session.blocks:
+                    self._away.setdefault(block, []).append(session)
+
+    def _move_out(self, session: Session, blocks: Sequence[Block]) -> bool:
+        before = self.cache.available
+        if self.overflow == "recompute":
+            old = session.blocks
+            self.pages -= old.pages
+            session.blocks, session.tokens, session.pure = SequenceBlocks(self.page), [], 0
+            session.dropped = True
+            self.cache.release(old)
+        else:
+            self.cache.swap_out(blocks)
+        return self.cache.available > before
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

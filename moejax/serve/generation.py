@@ -186,10 +186,10 @@ def run_each(
 def run_stream(
     engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest
 ) -> Generator[str, None, None]:
-    """Runs one prompt and yields its text; see LLM.stream."""
+    """Runs one prompt, which `engine.check` has taken, and yields its text; see LLM.stream."""
     with in_engine(engine) as submissions:
         with deferred_interrupt():
-            submissions.append(submit(engine, encoded, asked))
+            submissions.append(submit(engine, encoded, asked, checked=True))
         (request,) = submissions[0].requests
         while request.finish_reason is None:
             engine.step()

@@ -177,12 +177,13 @@ class _Restoring:
         self._blocks |= dict(zip(new, blocks, strict=True))
         of = self._blocks.get
         session = self._sessions[about["session_id"]]
-        session.blocks = SequenceBlocks(
+        restored = SequenceBlocks(
             self._sessions.page,
             [[None if number is None else of(number) for number in row] for row in about["rows"]],
             [self._blocks[number] for number in about["state"]],
         )
-        session.blocks.trim(len(about["tokens"]))
+        restored.trim(len(about["tokens"]))
+        self._sessions.replace(session, restored)
         session.tokens, session.pure = about["tokens"], about["pure"]
         session.dropped = about["dropped"]
 

@@ -395,6 +395,14 @@ def test_messages_that_are_no_list_are_refused(llm, messages):
         llm.chat(messages)
 
 
+def test_a_streamed_prompt_is_checked_once(llm, monkeypatch):
+    checks, check = [], llm.engine.check
+    monkeypatch.setattr(
+        llm.engine, "check", lambda *given, **named: checks.append(check(*given, **named))
+    )
+    assert "".join(llm.stream("The old house", GREEDY)) and len(checks) == 1
+
+
 @pytest.mark.slow
 def test_a_prompt_costs_the_same_in_a_call_of_many(llm):
     """The host's work, in function calls: no step walks what waits or what has ended."""
