@@ -40,6 +40,7 @@ class Ops:
     short_conv: str
     selective_scan: str
     truncate: str
+    sample: str
     shared_kib: int = CLASSES[-1]
     """The class of the GPU, by which kernels choose their stages. The only field that is not an
     op."""

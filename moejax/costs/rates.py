@@ -42,7 +42,7 @@ def measure_rates(runner: Executor) -> Rates:
 
     It takes up to 1 GiB of device memory beside the arena while it runs.
     """
-    return Rates(measure_link_rate(runner), _memory_rate(runner.device))
+    return Rates(measure_link_rate(runner), measure_memory_rate(runner.device))
 
 
 def measure_link_rate(runner: Executor) -> float:
@@ -67,7 +67,8 @@ def measure_link_rate(runner: Executor) -> float:
 
 
 @functools.cache  # every engine of a process has the same memory
-def _memory_rate(device: jax.Device) -> float:
+def measure_memory_rate(device: jax.Device) -> float:
+    """Returns the bytes per second that the device reads from its memory, or copies within it."""
     values = jax.device_put(np.ones(COPIED.get(device.platform, 1 << 30) // 4, np.float32), device)
     nbytes = values.nbytes
     total = jax.jit(jnp.sum)

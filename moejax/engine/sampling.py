@@ -62,7 +62,8 @@ class _Batch:
     """bool[R]: rows with penalties."""
     biased: tuple[tuple[int, Request, int], ...]
     """Places of requests with a logit_bias or min_tokens."""
-    logprobs: bool
+    logprobs: np.ndarray | None
+    """bool[R]: rows whose requests want log-probabilities; None without any."""
 
 
 class TokenSampler:
@@ -122,8 +123,8 @@ class TokenSampler:
         - `draws`: the tokens, in any order. Their requests' `dispatched` counts the token that is
           drawn now, drafts apart.
 
-        Returns (tokens int32[R], result of sampler.logprobs for all rows; None if no request wants
-        log-probabilities). Log-probabilities are of the logits as given.
+        Returns (tokens int32[R], pallas_kernels.sample.logprobs of the rows that want them; None if
+        no request wants log-probabilities). Log-probabilities are of the logits as given.
         """
         batch, places = self._batch, [(d.row, d.request, len(d.before)) for d in draws]
         if batch is None or batch.places != places:
@@ -137,7 +138,9 @@ class TokenSampler:
         tokens = self.runner.tokens.sample(adjusted, batch.update, params)
         if batch.penalties is not None:
             self.runner.tokens.tally(batch.penalized)
-        return tokens, self.runner.tokens.token_logprobs(logits, tokens) if batch.logprobs else None
+        if batch.logprobs is None:
+            return tokens, None
+        return tokens, self.runner.tokens.token_logprobs(logits, tokens, batch.logprobs)
 
     def _adjust_logits(self, logits: jax.Array, batch: _Batch, draws: Sequence[Draw]) -> jax.Array:
         biases = self._biases_of(batch)
@@ -219,7 +222,7 @@ class TokenSampler:
             penalties=penalties,
             penalized=columns("penalized")[0],
             biased=tuple(places[i] for i in np.flatnonzero(used["biased"])),
-            logprobs=bool(used["logprobs"].any()),
+            logprobs=columns("logprobs")[0] if used["logprobs"].any() else None,
         )
 
 

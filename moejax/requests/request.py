@@ -175,7 +175,7 @@ class Request:
 def append_logprobs(request: Request, logprobs: Sequence[np.ndarray], row: int) -> None:
     """Adds the log-probabilities of the request's newest token, as many as it wants.
 
-    - `logprobs`: the result of sampler.logprobs, on the host.
+    - `logprobs`: the result of pallas_kernels.sample.logprobs, on the host.
     - `row`: the request's row when the token was chosen.
     """
     assert request.params.logprobs is not None

@@ -44,8 +44,6 @@ from moejax.step.sampler import (
     add_bias,
     adjust,
     allow,
-    greedy,
-    logprobs,
     recount,
     sample,
     tally,
@@ -70,6 +68,7 @@ from pallas_kernels.move import Moves, move
 from pallas_kernels.records import decode
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import Formats
+from pallas_kernels.sample import greedy, logprobs
 from pallas_kernels.stage import Entries, admit_entries
 
 if TYPE_CHECKING:
@@ -421,18 +420,25 @@ class Programs:
         biases = array(rows, MAX_BIASES), array(rows, MAX_BIASES, dtype=jnp.float32)
         most = self.steps.shapes.blocks * self.steps.layout.page.block_size
         prompt = array(), array(most), array(most, dtype=jnp.bool_)
-        likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
+
+        def likeliest(logits, tokens, wanted):
+            n = min(MAX_LOGPROBS, vocabulary)
+            return logprobs(logits, tokens, n, wanted, implementation=self.steps.ops.sample)
 
         by_row, shape = sums_in_one_order(self.steps.ops), self.results
+        native = self.steps.ops.sample == "cpu"
         # truncate then has one program a row. The rest of sampling is elementwise or a maximum, so
         # no result depends on the number of rows.
-        any_rows = by_row or self.steps.ops.truncates_by_row
+        any_rows = by_row or native or self.steps.ops.truncates_by_row
 
         def drawn(function: Callable, *params: Leaf) -> Program:
             def advance(logits, tokens, update, results, *params):
                 if not any_rows:
                     logits = _of_all_rows(logits, tokens)
-                tokens = update_rows(function, logits, tokens, update, *params, by_row=by_row)
+                one_by_one = by_row and not (native and params)
+                if native and params:
+                    params = *params, update  # it draws no others
+                tokens = update_rows(function, logits, tokens, update, *params, by_row=one_by_one)
                 return tokens, shape.with_tokens(results, tokens)
 
             return Program(advance, (logits, ints, flags, array(shape.size), *params), ())
@@ -444,15 +450,16 @@ class Programs:
             return Program(run, (logits, *args), ())
 
         of_request = floats, ints, floats, floats, seeds, ints
-        searched = {"implementation": self.steps.ops.truncate}
+        chosen = {"truncate": self.steps.ops.truncate, "implementation": self.steps.ops.sample}
+        by_request = functools.partial(sample, one_row=by_row, **chosen)
         return {
             "greedy": drawn(greedy),
-            "sample": drawn(functools.partial(sample, one_row=by_row, **searched), *of_request),
+            "sample": drawn(by_request, *of_request),
             "sample_all": drawn(functools.partial(sample, truncates=False), *of_request),
             "add_bias": of_logits(add_bias, *biases),
             "allow": of_logits(allow, array(rows, -(-self.steps.config.vocab_size // 32))),
             "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
-            "logprobs": of_logits(likeliest, ints),
+            "logprobs": of_logits(likeliest, ints, flags),
             "tally": Program(tally, (counts, ints, flags), (0,)),
             "recount": Program(recount, (counts, *prompt), (0,)),
             "place": Program(jnp.where, (flags, ints, ints), ()),

@@ -1,43 +1,21 @@
-"""From logits to tokens: penalties and biases, greedy, truncated sampling, log-probabilities.
+"""From logits to tokens, around the op `sample`: penalties and biases, and rows that are replaced.
 
 Pure functions over fixed shapes ``[R, V]`` in float32. A row's result is a function of that row's
-logits and parameters alone, never of the other rows: seeds are counters, thresholds are per row.
-The engine compiles each function on its own with ``xla_allow_excess_precision`` off.
+logits and parameters alone, never of the other rows. The engine compiles each function on its own
+with ``xla_allow_excess_precision`` off.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from moejax.requests.sampling_params import GREEDY_BELOW
-from pallas_kernels.truncate import truncate
-
-
-def greedy(logits: Array) -> Array:
-    """The most likely token of each row, the lowest id among equals.
-
-    logits: float32 ``[R, V]``. Returns int32 ``[R]``.
-    """
-    # argmax, one reduction of pairs, takes half the launches on a GPU, and is three times as slow
-    # on a CPU.
-    return lax.platform_dependent(logits, cuda=_likeliest, default=_first_of_peak)
-
-
-def _likeliest(logits: Array) -> Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _first_of_peak(logits: Array) -> Array:
-    vocabulary = logits.shape[-1]
-    ids = jnp.arange(vocabulary, dtype=jnp.int32)
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    # The clamp keeps the id legal in a row of NaN.
-    return jnp.min(jnp.where(logits == peak, ids, vocabulary - 1), axis=-1)
+from pallas_kernels import sample as ops
+from pallas_kernels.sample import Choices
 
 
 def sample(
@@ -48,93 +26,13 @@ def sample(
     min_p: Array,
     seed: Array,
     position: Array,
-    *,
-    truncates: bool = True,
-    one_row: bool = False,
-    implementation: str = "xla",
+    wanted: Array | None = None,
+    **options: Any,
 ) -> Array:
-    """One token per row, drawn after temperature, min-p, top-k and top-p, in vLLM's order.
-
-    logits: float32 ``[R, V]``. temperature: float32 ``[R]``, below `GREEDY_BELOW` the row equals
-    `greedy`. top_k: int32 ``[R]``, 0 or less for all tokens. top_p: float32 ``[R]``, 1 for all
-    tokens. min_p: float32 ``[R]``, 0 for all tokens. seed: uint32 ``[R]``. position: int32 ``[R]``,
-    the index of the token that is drawn. Returns int32 ``[R]``.
-
-    The draw is Gumbel-max: the same seed, position and logits give the same token.
-
-    truncates: False promises that no row truncates (`truncates_any`), and leaves out the two
-    searches, which are most of the launches. one_row: the shapes have R = 1, and the program itself
-    checks whether the row truncates. Neither changes a bit. implementation: of truncate.
-    """
-    is_greedy = temperature < GREEDY_BELOW
-    scaled = scale(logits, jnp.where(is_greedy, 1.0, temperature))
-    truncation = scaled, top_k, top_p, min_p
-    if not truncates:
-        keep = _likely(scaled, min_p)
-    elif one_row:
-        searched = functools.partial(kept, implementation=implementation)
-        keep = lax.cond(
-            *(truncates_any(top_k, top_p), searched, lambda *args: _likely(args[0], args[-1])),
-            *truncation,
-        )
-    else:
-        keep = kept(*truncation, implementation=implementation)
-    noise = jax.vmap(lambda s, p: _gumbel(s, p, logits.shape[-1]))(seed, position)
-    drawn = greedy(jnp.where(keep, scaled + noise, -jnp.inf))
-    return jnp.where(is_greedy, greedy(logits), drawn)
-
-
-def truncates_any(top_k: Array, top_p: Array) -> Array:
-    """bool ``[]``: whether any row leaves out tokens by top-k or top-p."""
-    return ((top_k > 0) | (top_p < 1)).any()
-
-
-def scale(logits: Array, temperature: Array) -> Array:
-    """``(logits − max) / temperature`` of each row: at most 0, and 0 at the row's maximum.
-
-    logits: float32 ``[R, V]``. temperature: float32 ``[R]``, positive. Returns float32 ``[R, V]``.
-    The maximum is subtracted first, so that a small temperature cannot overflow to NaN.
-    """
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    return (logits - peak) / temperature[:, None]
-
-
-def kept(
-    scaled: Array, top_k: Array, top_p: Array, min_p: Array, *, implementation: str = "xla"
-) -> Array:
-    """Which tokens may be drawn. scaled: what `scale` returns. implementation: of truncate. Returns
-    bool ``[R, V]``.
-
-    - min_p keeps tokens at least min_p times as likely as the likeliest.
-    - top_k keeps, of those, the top_k likeliest and whatever equals the last of them.
-    - top_p keeps, of those, each token such that the likelier ones together have less than top_p of
-      the mass that is left; equals stay or go together, so the result does not depend on a sort.
-
-    The likeliest token is always kept.
-    """
-    distance = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
-    last = truncate(scaled, top_k, top_p, min_p, implementation=implementation)
-    return _likely(scaled, min_p) & (distance <= last[:, None])
-
-
-def logprobs(logits: Array, tokens: Array, n: int) -> tuple[Array, Array, Array, Array]:
-    """Log-probabilities of raw logits, before temperature and truncation (vLLM's raw_logprobs).
-
-    logits: float32 ``[R, V]``. tokens: int32 ``[R]``, the chosen ones. n: a static int, how many of
-    the likeliest tokens to return, at most V.
-
-    Returns (chosen, rank, top_ids, top): float32 ``[R]``; int32 ``[R]``, 1 for the likeliest;
-    int32 ``[R, n]`` and float32 ``[R, n]``, the likeliest first, the lower id first among equals.
-    Rank follows the same order, so ``top_ids[r, rank[r] − 1] == tokens[r]`` where rank ≤ n.
-    """
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    before = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
-    rank = 1 + jnp.sum(before, axis=-1, dtype=jnp.int32)
-    peak = jnp.max(logits, axis=-1)
-    log_total = peak + jnp.log(_row_sum(jnp.exp(logits - peak[:, None])))
-    top, top_ids = lax.top_k(logits, n)
-    return chosen[:, 0] - log_total, rank, top_ids.astype(jnp.int32), top - log_total[:, None]
+    """One token per row; below `GREEDY_BELOW` a temperature is 0. See pallas_kernels.sample."""
+    temperature = jnp.where(temperature < GREEDY_BELOW, 0.0, temperature)
+    choices = Choices(temperature, top_k, top_p, min_p, seed, position)
+    return ops.sample(logits, choices, wanted, **options)
 
 
 def add_bias(logits: Array, ids: Array, bias: Array) -> Array:
@@ -234,18 +132,3 @@ def update_rows(
 
     last = jnp.max(jnp.where(update, jnp.arange(update.shape[0]) + 1, 0))
     return lax.fori_loop(0, last, one, tokens)
-
-
-def _likely(scaled: Array, min_p: Array) -> Array:
-    """Returns bool ``[R, V]``, the tokens at least min_p times as likely as the likeliest."""
-    return jnp.exp(scaled) >= min_p[:, None]
-
-
-def _row_sum(values: Array) -> Array:
-    """Row sums ``[R, V] -> [R]`` in one fixed order, which keeps them monotone in every value."""
-    return jnp.sum(values, axis=-1)
-
-
-def _gumbel(seed: Array, position: Array, size: int) -> Array:
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (size,), jnp.float32)

@@ -23,7 +23,7 @@ from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.experts import StepContext, missed_bits
 from moejax.step.results import Results, ResultShape
-from moejax.step.sampler import greedy, logprobs, update_rows
+from moejax.step.sampler import update_rows
 from pallas_kernels import Ops
 from pallas_kernels.option_text import unknown
 from pallas_kernels.paged_attention import (
@@ -34,6 +34,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
+from pallas_kernels.sample import greedy, logprobs
 from pallas_kernels.state_pages import Sequences
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ class Routing(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of a prefill step's targets, by its raw logits: sampler.logprobs with the n
-    likeliest tokens."""
+    """Log-probabilities of a prefill step's targets, by its raw logits: what
+    pallas_kernels.sample.logprobs returns, with the n likeliest tokens."""
 
     chosen: Leaf
     """float32[N, C]: log-probabilities of the targets."""
@@ -651,7 +652,8 @@ def _prompt_logprobs(model, x, prefill):
     n = min(MAX_LOGPROBS, model.config.vocab_size)
 
     def part(c, found):
-        of_chunk = logprobs(model.logits(x[c], x.shape[1]), prefill.targets[c], n)
+        logits = model.logits(x[c], x.shape[1])
+        of_chunk = logprobs(logits, prefill.targets[c], n, implementation=model.ops.sample)
         return PromptLogprobs(*(a.at[c].set(b) for a, b in zip(found, of_chunk, strict=True)))
 
     shapes = [(*prefill.tokens.shape, *last) for last in ((), (), (n,), (n,))]

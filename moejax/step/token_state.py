@@ -10,8 +10,8 @@ import numpy as np
 
 from moejax.step.compiler import Compiler
 from moejax.step.programs import Kind, ProgramKey, StepKeys
-from moejax.step.sampler import truncates_any
 from moejax.step.step_parts import StepOutput, StepSpec, sums_in_one_order
+from pallas_kernels.sample import truncates_any
 
 
 class TokenState:
@@ -26,7 +26,7 @@ class TokenState:
     ):
         self._steps, self._compiler, self._keys = steps, compiler, keys
         self._sharding = sharding
-        self._by_row = sums_in_one_order(steps.ops)
+        self._by_row = sums_in_one_order(steps.ops) or steps.ops.sample == "cpu"
         self._greedy: tuple[jax.Array, jax.Array] | None = None
         """(logits, tokens after its own greedy choice) of the step dispatched last; None once its
         tokens are chosen."""
@@ -65,8 +65,8 @@ class TokenState:
         return self.tokens
 
     def _choice(self, params: Sequence | None) -> Kind:
-        """Returns the cheapest program that makes these choices. A program that draws rows one
-        after the other decides by row whether to truncate."""
+        """Returns the cheapest program that makes these choices. A program that draws each
+        row on its own decides by row whether to truncate."""
         if params is None:
             return "greedy"
         _, top_k, top_p, *_ = params
@@ -118,10 +118,13 @@ class TokenState:
             ProgramKey("allow", self._keys.bucket(logits.shape[0])), logits, words
         )
 
-    def token_logprobs(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns sampler.logprobs, with as many likeliest tokens as requests may ask for."""
+    def token_logprobs(
+        self, logits: jax.Array, tokens: jax.Array, wanted: np.ndarray
+    ) -> tuple[jax.Array, ...]:
+        """Returns pallas_kernels.sample.logprobs of the rows under `wanted` bool[R], with as many
+        likeliest tokens as requests may ask for."""
         key = ProgramKey("logprobs", self._keys.bucket(logits.shape[0]))
-        return self._compiler.call(key, logits, tokens)
+        return self._compiler.call(key, logits, tokens, wanted)
 
     def place(self, values: np.ndarray, update: np.ndarray) -> None:
         """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""

@@ -22,6 +22,7 @@ using Any = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
 using Int = ffi::BufferR0<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
+using Words = ffi::Buffer<ffi::U32>;
 using Flags = ffi::Buffer<ffi::PRED>;
 using Numbers = ffi::Span<const int64_t>;
 

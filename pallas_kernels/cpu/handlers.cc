@@ -619,6 +619,40 @@ void plan_layer(const Call&, Ints cell_row, Ints cell_version, Ints owner, Ints 
         read_through->typed_data()});
 }
 
+void draw_tokens(const Call& call, Floats logits, Flags wanted, Floats temperature, Ints top_k,
+                 Floats top_p, Words far, Words keys, IntsOut ids, ffi::Result<Floats> scaled,
+                 ffi::Result<Words> bits) {
+  Size rows, vocabulary;
+  need(is(logits, {rows, vocabulary}) && is(wanted, {rows}) && is(temperature, {rows}) &&
+           is(top_k, {rows}) && is(top_p, {rows}) && is(far, {rows}) && is(keys, {rows, 2}) &&
+           is(*ids, {rows, kCandidates}) && is(*scaled, {rows, kCandidates}) &&
+           is(*bits, {rows, kCandidates}) && vocabulary > 0 && vocabulary < 1 << 24,
+       "shapes");
+  std::memset(ids->typed_data(), 0, ids->size_bytes());
+  std::memset(scaled->typed_data(), 0, scaled->size_bytes());
+  std::memset(bits->typed_data(), 0, bits->size_bytes());
+  draw(call.pool, call.k,
+       {rows, vocabulary, logits.typed_data(), wanted.typed_data(), temperature.typed_data(),
+        top_p.typed_data(), top_k.typed_data(), far.typed_data(), keys.typed_data(),
+        ids->typed_data(), scaled->typed_data(), bits->typed_data()});
+}
+
+void rank_tokens(const Call& call, Floats logits, Ints tokens, ffi::Result<Floats> chosen,
+                 IntsOut ranks, IntsOut top_ids, ffi::Result<Floats> top) {
+  Size rows, vocabulary, most;
+  need(is(logits, {rows, vocabulary}) && is(tokens, {rows}) && is(*chosen, {rows}) &&
+           is(*ranks, {rows}) && is(*top_ids, {rows, most}) && is(*top, {rows, most}) &&
+           most <= vocabulary,
+       "shapes");
+  std::memset(chosen->typed_data(), 0, chosen->size_bytes());
+  std::memset(ranks->typed_data(), 0, ranks->size_bytes());
+  std::memset(top_ids->typed_data(), 0, top_ids->size_bytes());
+  std::memset(top->typed_data(), 0, top->size_bytes());
+  rank(call.pool, call.k,
+       {rows, vocabulary, most, logits.typed_data(), tokens.typed_data(), chosen->typed_data(),
+        top->typed_data(), ranks->typed_data(), top_ids->typed_data()});
+}
+
 }  // namespace
 
 MOEJAX_EXPORT const char* moejax_cpu_sources() { return MOEJAX_SOURCES; }
@@ -649,5 +683,7 @@ MOEJAX_HANDLER(route, route_tokens, "counts", "scale", "jitter")
 MOEJAX_HANDLER(kv_write, write_heads, "page", "factor", "eps")
 MOEJAX_HANDLER(latent_write, write_latent, "page", "factor", "eps", "interleave")
 MOEJAX_HANDLER(plan, plan_layer)
+MOEJAX_HANDLER(draw, draw_tokens)
+MOEJAX_HANDLER(rank, rank_tokens)
 
 }  // namespace moejax

@@ -71,6 +71,56 @@ static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 // apart would share a few sets of the first cache.
 static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 0 : 512); }
 
+constexpr int64_t kSpan = 64;  // tokens that attention reduces at once, ascending (contract 1b)
+
+// A span of keys and values of one KV head, for rows of queries that look at it. Each row's result so
+// far is taken on by the span.
+struct AttendedSpan {
+  Type type;                       // of queries; keys and values are of its kind_of
+  int64_t head_dim, value_dim;
+  const void *const *keys, *const *values;  // [kSpan], those in [from, to) are set
+  int64_t from, to;
+  const void *const *next_keys, *const *next_values;  // to fetch meanwhile, in [next_from, next_to)
+  int64_t next_from, next_to;
+  float scale;
+  int64_t rows;
+  const int32_t *first, *end;      // [rows]: the keys that a row sees; none: the row is left alone
+  const float* q;                  // packed, q_width apart
+  float* total;                    // in the order that `unpack` undoes, width apart
+  int64_t q_width, width;
+  float *top, *mass;               // [rows]
+  uint32_t* scratch;               // kSpan · (padded(head_dim) + padded(value_dim))
+};
+
+constexpr int64_t kCandidates = 16;  // tokens that a drawn row leaves to XLA's logarithm, at most
+
+// A row of sampling: see pallas_kernels/sample/api.py, and its cpu.py for what is left to do.
+struct DrawnRow {
+  const float* logits;         // [n]
+  int64_t n;
+  float temperature, top_p;    // temperature 0: the likeliest
+  int64_t top_k;
+  uint32_t far;                // bits of the largest distance that min_p keeps
+  const uint32_t* key;         // [2]
+  uint32_t *distance, *list;   // scratch: [n + kPad], used where a row truncates
+  void* buckets;               // scratch: kBucketBytes
+  int32_t* id;                 // [kCandidates], ascending
+  float* scaled;               // −∞ where there is none
+  uint32_t* bits;
+};
+constexpr int64_t kBucketBytes = 2 * (8 + 4) << 11;
+
+// A row's log-probabilities: of `token`, of which `rank` are counted from 1, and of the `most`
+// likeliest.
+struct RankedRow {
+  const float* logits;  // [n]
+  int64_t n, most;
+  int32_t token;
+  float* chosen;
+  int32_t *rank, *top_ids;
+  float* top;
+};
+
 struct Kernels {
   const char* name;
   // Tokens for which `dots_of_many` and `add_of_many` do as `dots` and `add` do, which is faster, at
@@ -142,6 +192,9 @@ struct Kernels {
                const float* key, const float* x, const float* read, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
+  void (*attend)(const AttendedSpan& span);
+  void (*draw)(const DrawnRow& row);
+  void (*rank)(const RankedRow& row);
 };
 
 #ifdef MOEJAX_X86

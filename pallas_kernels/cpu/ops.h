@@ -269,6 +269,30 @@ void route(Pool& pool, const Rule& rule, const float* logits, const bool* valid,
 void combine(Pool& pool, const Kernels& kernels, Type type, const void* residual, const float* y,
              const float* weights, int64_t tokens, int64_t top_k, int64_t width, void* out);
 
+// ---- sample
+
+struct Draws {
+  int64_t rows, vocabulary;
+  const float* logits;                 // [rows, vocabulary]
+  const bool* wanted;                  // [rows]; of others nothing is written
+  const float *temperature, *top_p;    // [rows]
+  const int32_t* top_k;
+  const uint32_t *far, *keys;          // [rows], [rows, 2]; see DrawnRow
+  int32_t* ids;                        // [rows, kCandidates]
+  float* scaled;
+  uint32_t* bits;
+};
+void draw(Pool& pool, const Kernels& kernels, const Draws& draws);
+
+struct Ranks {
+  int64_t rows, vocabulary, most;
+  const float* logits;     // [rows, vocabulary]
+  const int32_t* tokens;   // [rows]; a row of none is left alone
+  float *chosen, *top;     // [rows], [rows, most]
+  int32_t *rank, *top_ids;
+};
+void rank(Pool& pool, const Kernels& kernels, const Ranks& ranks);
+
 // ---- plan
 
 // Tables and results. The layer's rows of those that change are changed in place.

@@ -9,7 +9,6 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kSpan = 64;         // tokens reduced at once, ascending (contract 1b)
 constexpr int64_t kOpenRows = 64;     // (query, head) rows of a task, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -57,10 +56,6 @@ struct Task {
   int64_t kv_head, heads, first, count;
 };
 
-struct Range {
-  int64_t from, to;  // keys of the span that a row sees
-};
-
 // One span for the rows of a task.
 struct Span {
   const void *keys[kSpan], *values[kSpan];
@@ -90,80 +85,16 @@ void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
 }
 
-// Asks for rows [from, to) of what is computed next: they lie whole tokens apart, and a processor
-// fetches ahead only of what follows in memory. A few at a time, since it keeps few requests.
-void fetch(const void* const* rows, int64_t from, int64_t to, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  for (int64_t i = from; i < to; i++) {
-    for (int64_t at = 0; at < bytes; at += kLine) {
-      __builtin_prefetch(static_cast<const char*>(rows[i]) + at);
-    }
-  }
-}
-
-struct Rows {
-  float *q, *total;  // [rows, padded]
-  int64_t q_width, width;
-  float *top, *mass;
-};
-
-// Rows [first, first + n) of the task, which see the same keys of the span. next: what to fetch
-// meanwhile, or null.
-void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& span, Range range,
-            const Rows& rows, int64_t first, int64_t n, const Span* next) {
-  const int64_t bytes = c.head_dim * s.size;
-  const int64_t count = range.to - range.from;
-  float p[kTokens * kSpan];
-  const float *q[kTokens], *h[kTokens];
-  float* total[kTokens];
-  for (int64_t i = 0; i < n; i++) q[i] = rows.q + (first + i) * rows.q_width;
-  for (int64_t j = 0; j < count; j += kRows) {
-    if (next) fetch(next->keys, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
-    k.dots(s.kind, span.keys + range.from + j, std::min(kRows, count - j), q, n, c.head_dim, p + j,
-           kSpan, nullptr);
-  }
-  for (int64_t i = 0; i < n; i++) {
-    float *mine = p + i * kSpan, &top = rows.top[first + i], &mass = rows.mass[first + i];
-    total[i] = rows.total + (first + i) * rows.width;
-    float best = top, part = 0;
-    for (int64_t j = 0; j < count; j++) {
-      mine[j] *= c.scale;
-      best = std::max(best, mine[j]);
-    }
-    const float safe = best == kNone ? 0 : best;
-    k.exponentials(mine, safe, count);
-    for (int64_t j = 0; j < count; j++) part += mine[j];
-    if (best != top) {
-      float shrink = top;
-      k.exponentials(&shrink, safe, 1);
-      for (int64_t j = 0; j < rows.width; j++) total[i][j] *= shrink;
-      mass *= shrink;
-      top = best;
-    }
-    mass += part;
-    float rounded[kSpan];
-    k.narrow(c.type, mine, count, rounded);
-    k.widen(c.type, rounded, count, mine);
-  }
-  for (int64_t j = 0; j < count; j += kRows) {
-    for (int64_t i = 0; i < n; i++) h[i] = p + i * kSpan + j;
-    // Latent values are a part of keys.
-    if (next && !c.latent) {
-      fetch(next->values, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
-    }
-    k.add(s.kind, span.values + range.from + j, std::min(kRows, count - j), h, n, s.value_dim,
-          total);
-  }
-}
-
 void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& task) {
   const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim);
   const int64_t n = task.heads * task.count;
   Buffer<float> q(n * q_width), total(n * width), numbers(2 * n), result(s.value_dim);
-  const Rows rows = {q.get(), total.get(), q_width, width, numbers.get(), numbers.get() + n};
+  Buffer<uint32_t> scratch(kSpan * (q_width + width));
+  Buffer<int32_t> seen(2 * task.count);
+  float *top = numbers.get(), *mass = top + n;
   std::fill(total.get(), total.get() + n * width, 0.0f);
-  std::fill(rows.top, rows.top + n, kNone);
-  std::fill(rows.mass, rows.mass + n, 0.0f);
+  std::fill(top, top + n, kNone);
+  std::fill(mass, mass + n, 0.0f);
   // (row of q, head) of a row, position of a pair.
   const auto head_of = [&](int64_t i) {
     const int64_t pair = task.first + i % task.count;
@@ -175,7 +106,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   };
   for (int64_t i = 0; i < n; i++) {
     const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
-    k.pack(c.type, row, c.head_dim, rows.q + i * q_width);
+    k.pack(c.type, row, c.head_dim, q.get() + i * q_width);
   }
   Span spans[2];
   const int64_t earliest = first_seen(c, position_of(0)), last = position_of(task.count - 1);
@@ -190,38 +121,40 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   look(0);
   const int64_t turns = spans_seen * task.heads;
   for (int64_t turn = 0; turn < turns; turn++) {
-    const Span &span = spans[turn % 2], &following = spans[(turn + 1) % 2];
+    const Span &span = spans[turn % 2], &next = spans[(turn + 1) % 2];
+    AttendedSpan a = {};
+    a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
+    a.keys = span.keys, a.values = span.values, a.from = span.from, a.to = span.to;
     if (turn + 1 < turns) look(turn + 1);
-    // Widened rows have been read.
-    const Span* ahead = turn + 1 < turns && c.type != Type::F16 ? &following : nullptr;
-    const int64_t start = (first_span + turn / task.heads) * kSpan;
-    const int64_t row = turn % task.heads * task.count;  // the head's first
-    const auto range_of = [&](int64_t i) -> Range {
-      const int64_t position = position_of(i);
-      return {std::max<int64_t>(first_seen(c, position) - start, 0),
-              std::min(position + 1 - start, kSpan)};
-    };
-    for (int64_t first = 0, next; first < task.count; first = next) {
-      const Range range = range_of(first);
-      for (next = first + 1; next < task.count && next - first < kTokens; next++) {
-        const Range other = range_of(next);
-        if (other.from != range.from || other.to != range.to) break;
-      }
-      if (range.from < range.to) {
-        reduce(k, c, s, span, range, rows, row + first, next - first, first ? nullptr : ahead);
-      }
+    if (turn + 1 < turns && c.type != Type::F16) {  // widened rows have been read
+      // Latent values are a part of keys.
+      a.next_keys = next.keys, a.next_values = c.latent ? nullptr : next.values;
+      a.next_from = next.from, a.next_to = next.to;
     }
+    const int64_t start = (first_span + turn / task.heads) * kSpan;
+    for (int64_t i = 0; i < task.count; i++) {
+      const int64_t position = position_of(i);
+      seen[i] = std::max<int64_t>(first_seen(c, position) - start, 0);
+      seen[task.count + i] = std::min(position + 1 - start, kSpan);
+    }
+    const int64_t row = turn % task.heads * task.count;  // the head's first
+    a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
+    a.q = q.get() + row * q_width, a.total = total.get() + row * width;
+    a.q_width = q_width, a.width = width, a.top = top + row, a.mass = mass + row;
+    a.scratch = scratch.get();
+    k.attend(a);
   }
   for (int64_t i = 0; i < n; i++) {
-    k.unpack(s.kind, rows.total + i * width, s.value_dim, result.get());
-    float mass = rows.mass[i];
+    k.unpack(s.kind, total.get() + i * width, s.value_dim, result.get());
+    float sum = mass[i];
     if (c.sinks) {
       float sink = c.sinks[head_of(i) % c.heads];
-      k.exponentials(&sink, rows.top[i] == kNone ? 0 : rows.top[i], 1);
-      mass += sink;
+      k.exponentials(&sink, top[i] == kNone ? 0 : top[i], 1);
+      sum += sink;
     }
-    if (mass == 0) mass = 1;
-    for (int64_t j = 0; j < s.value_dim; j++) result[j] /= mass;
+    if (sum == 0) sum = 1;
+    // Weights of 0 may have turned −0 to 0: which rows share a tile must not show.
+    for (int64_t j = 0; j < s.value_dim; j++) result[j] = result[j] / sum + 0.0f;
     char* out = static_cast<char*>(c.out) + head_of(i) * s.value_dim * s.size;
     k.narrow(c.type, result.get(), s.value_dim, out);
   }

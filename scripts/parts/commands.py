@@ -22,7 +22,10 @@ from moejax.errors import UserError
 P = ParamSpec("P")
 
 COMMANDS = {
-    "bench": ("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
+    "bench": (
+        *("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
+        *("sampling", "attention"),
+    ),
     "check": (
         "batch",
         "paired",

@@ -144,6 +144,8 @@ def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
     }
     # By "xla" it is fill and expert_ffn, whatever those are.
     unused |= {op for op in MADE_OF if getattr(ops, op) == "xla"}
+    if ops.sample != "xla":
+        unused.add("truncate")
     if "input_norm_bias" not in names and not config.mean_norms:
         unused.add("layer_norm")
     elif not any(name in names for name in ("q_norm", "q_a_norm")):

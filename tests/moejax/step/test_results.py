@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from moejax.step.results import Results, ResultShape
-from moejax.step.sampler import greedy, sample, update_rows
+from moejax.step.sampler import sample, update_rows
+from pallas_kernels.sample import greedy
 
 
 @pytest.mark.parametrize("versions", [1, 3])

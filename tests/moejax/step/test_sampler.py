@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from scipy import special
 
 from moejax.step import sampler
+from pallas_kernels import sample as ops
 from pallas_kernels.truncate import reference
 
 OPTIONS = {"xla_allow_excess_precision": False}
-greedy = jax.jit(sampler.greedy, compiler_options=OPTIONS)
+greedy = jax.jit(ops.greedy, compiler_options=OPTIONS)
 sample = jax.jit(sampler.sample, compiler_options=OPTIONS)
 sample_all = jax.jit(functools.partial(sampler.sample, truncates=False), compiler_options=OPTIONS)
 
@@ -21,7 +22,7 @@ SEARCHES = {
     for search in (reference.by_halves, reference.by_sixteenths)
 }
 """That of CPUs, which `kept` takes here, and that of GPUs."""
-logprobs = jax.jit(sampler.logprobs, static_argnums=2, compiler_options=OPTIONS)
+logprobs = jax.jit(ops.logprobs, static_argnums=2, compiler_options=OPTIONS)
 adjust = jax.jit(sampler.adjust, compiler_options=OPTIONS)
 tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
 recount = jax.jit(sampler.recount, compiler_options=OPTIONS)
@@ -113,10 +114,10 @@ def test_rows_that_truncate_nothing_have_the_same_tokens_without_searches(data):
     min_p = rng.choice([0.0, 0.01, 0.2], rows).astype(np.float32)
     seed, position = rng.integers(0, 2**32, rows).astype(np.uint32), np.arange(rows, dtype=np.int32)
     top_k, top_p = rng.choice([-1, 0], rows).astype(np.int32), np.ones(rows, np.float32)
-    assert not sampler.truncates_any(top_k, top_p)
+    assert not ops.truncates_any(top_k, top_p)
     alone = sample_all(logits, temperature, top_k, top_p, min_p, seed, position)
     top_k[::2], top_p[::4] = 2, 0.5  # company that truncates
-    assert sampler.truncates_any(top_k, top_p)
+    assert ops.truncates_any(top_k, top_p)
     beside = sample(logits, temperature, top_k, top_p, min_p, seed, position)
     np.testing.assert_array_equal(np.asarray(alone)[1::2], np.asarray(beside)[1::2])
 

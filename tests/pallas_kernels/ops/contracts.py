@@ -17,6 +17,7 @@ from tests.pallas_kernels.ops import (
     prefill_attention,
     route,
     routed,
+    sample,
     selective_scan,
     short_conv,
     stage,
@@ -46,6 +47,7 @@ CONTRACTS = (
     *combined_experts.CONTRACTS,
     *combine.CONTRACTS,
     *truncate.CONTRACTS,
+    *sample.CONTRACTS,
 )
 
 LATER = ("prefill_attention", "prefill_attention over latent pages", "fill in transit")

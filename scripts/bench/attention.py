@@ -1,0 +1,128 @@
+"""Native attention over long contexts, beside the machine's rates.
+
+python -m scripts.bench attention [--tokens 4000 16000 32000] [--rounds 5]
+
+One sequence, four layers of 32 query and 4 KV heads of 128 in bfloat16, pages of 64 tokens. Decode
+is one query in every layer; its rate is the KV's bytes over the time, beside the memory's read
+rate. Prefill is one chunk of 512 queries at the end of the context; its rate is four operations a
+query, seen key, head and value over the time, beside the rate of a large product by XLA. Columns:
+the median time of all layers, its quartiles, the processor time of all threads, and the shares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.costs.rates import measure_memory_rate
+from moejax.errors import UserError
+from pallas_kernels.cpu.library import instruction_set, why_not_cpu
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Chunks,
+    decode_attention,
+    prefill_attention,
+)
+from scripts.bench.prefill import measure_matrix_rate
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, CHUNK = 4, 32, 4, 128, 512
+PAGE = KVPage(64, KV_HEADS, HEAD_DIM)
+COLUMNS = (
+    ("program", "{name}"),
+    ("tokens", "{tokens}"),
+    ("ms", "{ms:.2f}"),
+    ("quartiles", "{low:.2f}–{high:.2f}"),
+    ("processor ms", "{processor:.2f}"),
+    ("rate", "{rate:.1f} {unit}"),
+    ("share", "{share:.0%}"),
+)
+
+
+def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(decode, prefill) at the end of a context of so many tokens."""
+    random = np.random.default_rng(0)
+    blocks = -(-tokens // PAGE.block_size)
+    rows = LAYERS * PAGE.rows_per_layer
+    drawn = random.standard_normal((blocks * rows, HEAD_DIM), np.float32)
+    arena = jax.lax.bitcast_convert_type(jnp.asarray(drawn, jnp.bfloat16), jnp.uint16)
+    table = jnp.asarray(random.permutation(blocks) * rows, jnp.int32)[None]
+    options = AttentionOptions(PAGE, implementation="cpu")
+
+    @jax.jit
+    def decode(q, arena, table):
+        lengths = jnp.full(1, tokens, jnp.int32)
+        for layer in range(LAYERS):
+            out = decode_attention(q, arena, table, lengths, layer, options)
+            q = q + out.reshape(q.shape)  # so that layers run one after the other
+        return q
+
+    @jax.jit
+    def prefill(q, arena, table):
+        size = min(CHUNK, tokens)
+        one = (jnp.full(1, value, jnp.int32) for value in (0, tokens - size, size))
+        chunks = Chunks(*one, jnp.int32(1))
+        for layer in range(LAYERS):
+            out = prefill_attention(q, arena, table, chunks, layer, options)
+            q = q + out.reshape(q.shape)
+        return q
+
+    def queries(count: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal((count, HEADS, HEAD_DIM)), jnp.bfloat16)
+
+    one, many = queries(1), queries(min(CHUNK, tokens))
+    return lambda: decode(one, arena, table), lambda: prefill(many, arena, table)
+
+
+def measured(tokens: int, rounds: int, memory: float, matrix: float) -> Iterator[dict[str, Any]]:
+    """A line of COLUMNS for decode and one for prefill."""
+    size = min(CHUNK, tokens)
+    nbytes = LAYERS * tokens * 2 * KV_HEADS * HEAD_DIM * 2
+    seen = size * (tokens - size) + size * (size + 1) // 2
+    operations = LAYERS * seen * HEADS * HEAD_DIM * 4
+    work = ("decode", nbytes, memory, "GB/s"), ("prefill", operations, matrix, "GFLOP/s")
+    for call, (name, amount, most, unit) in zip(programs(tokens), work, strict=True):
+        times = np.zeros((rounds + 1, 2))
+        for mine in times:
+            start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(call())
+            mine[:] = time.perf_counter() - start[0], time.process_time() - start[1]
+        low, middle, high = np.quantile(times[1:, 0], [0.25, 0.5, 0.75]) * 1e3
+        rate = amount / middle * 1e3
+        yield {
+            "name": name,
+            "tokens": tokens,
+            "ms": middle,
+            "low": low,
+            "high": high,
+            "processor": np.median(times[1:, 1]) * 1e3,
+            "rate": rate / 1e9,
+            "unit": unit,
+            "share": rate / most,
+        }
+
+
+@refusing()
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser(__name__, __doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4000, 16000, 32000])
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args(arguments)
+    positive(given, "rounds")
+    if reason := why_not_cpu():
+        raise UserError(reason)
+    device = jax.devices()[0]
+    memory, matrix = measure_memory_rate(device), measure_matrix_rate(device, jnp.bfloat16)
+    print(
+        f"{instruction_set()}, memory {memory / 1e9:.1f} GB/s, products {matrix / 1e9:.0f} GFLOP/s"
+    )
+    lines = [line for n in given.tokens for line in measured(n, given.rounds, memory, matrix)]
+    print(*aligned(COLUMNS, lines), sep="\n")
+    return 0
