@@ -30,7 +30,7 @@ from tests.pallas_kernels.contract import NATIVE
 
 NATIVE_OPS = {
     *("linear", "expert_ffn", "paged_attention", "rms_norm", "route", "plan"),
-    *("kv_write", "combine", "fill", "stage", "move"),
+    *("kv_write", "combine", "fill", "stage", "move", "sample"),
 }
 
 
