@@ -1269,33 +1269,123 @@ void activate(int activation, float limit, float alpha, float* gate, const float
   }
 }
 
-void delta(float* __restrict s, int64_t keys, int64_t values, const float* __restrict kept,
-           float rate, const float* __restrict q, const float* __restrict key,
-           const float* __restrict v, float* __restrict error, float* __restrict out) {
-  for (int64_t c = 0; c < values; c++) error[c] = out[c] = 0;
-  for (int64_t i = 0; i < keys; i++) {
-    float* __restrict row = s + i * values;
-    for (int64_t c = 0; c < values; c++) row[c] *= kept[i], error[c] += row[c] * key[i];
+// W · lanes of V columns of a head's state, whose rows lie `apart` floats from each other. What a
+// token writes, the next one's decay reads while it is in registers: a row is touched once a token.
+template <class V, int W>
+INLINE void delta_columns(float* s, int64_t apart, const DeltaTokens& d, float* v) {
+  constexpr int64_t lanes = sizeof(V) / 4;
+  const float *kept = d.kept, *key = d.key, *q = d.q, *rate = d.rate;
+  V error[W] = {};
+  for (int64_t i = 0; i < d.keys; i++) {
+    for (int w = 0; w < W; w++) {
+      float* at = s + i * apart + w * lanes;
+      const V row = load<V>(at) * kept[i * d.decays];
+      store(at, row);
+      error[w] += row * key[i];
+    }
   }
-  for (int64_t c = 0; c < values; c++) error[c] = rate * (v[c] - error[c]);
-  for (int64_t i = 0; i < keys; i++) {
-    float* __restrict row = s + i * values;
-    for (int64_t c = 0; c < values; c++) row[c] += key[i] * error[c], out[c] += row[c] * q[i];
+  for (int64_t t = 1; t <= d.tokens; t++) {
+    V out[W] = {}, next[W] = {};
+    for (int w = 0; w < W; w++) error[w] = *rate * (load<V>(v + w * lanes) - error[w]);
+    if (t == d.tokens) {
+      for (int64_t i = 0; i < d.keys; i++) {
+        for (int w = 0; w < W; w++) {
+          float* at = s + i * apart + w * lanes;
+          V row = load<V>(at);
+          row += key[i] * error[w];
+          out[w] += row * q[i];
+          store(at, row);
+        }
+      }
+    } else {
+      const float *next_kept = kept + d.apart, *next_key = key + d.apart;
+      for (int64_t i = 0; i < d.keys; i++) {
+        for (int w = 0; w < W; w++) {
+          float* at = s + i * apart + w * lanes;
+          V row = load<V>(at);
+          row += key[i] * error[w];
+          out[w] += row * q[i];
+          row *= next_kept[i * d.decays];
+          store(at, row);
+          next[w] += row * next_key[i];
+        }
+      }
+    }
+    for (int w = 0; w < W; w++) store(v + w * lanes, out[w]), error[w] = next[w];
+    kept += d.apart, key += d.apart, q += d.apart, rate += d.apart, v += d.apart;
   }
 }
 
-void scan(float* __restrict s, int64_t keys, int64_t values, const float* __restrict kept,
-          bool each, const float* __restrict key, const float* __restrict x,
-          const float* __restrict read, float* __restrict out) {
+void delta(float* s, int64_t values, const DeltaTokens& d, float* v, float* scratch) {
+  int64_t c = 0;
+  for (; c + 2 * L <= values; c += 2 * L) {
+    if (d.tokens == 1) {
+      delta_columns<vf, 2>(s + c, values, d, v + c);
+      continue;
+    }
+    // Rows that lie a power of two apart would share a few sets of the first cache.
+    for (int64_t i = 0; i < d.keys; i++) memcpy(scratch + i * 2 * L, s + i * values + c, 8 * L);
+    delta_columns<vf, 2>(scratch, 2 * L, d, v + c);
+    for (int64_t i = 0; i < d.keys; i++) memcpy(s + i * values + c, scratch + i * 2 * L, 8 * L);
+  }
+  for (; c < values; c++) delta_columns<float, 1>(s + c, values, d, v + c);
+}
+
+// The product as it is, which a compiler may not make part of an fma: of a · b + c · d either product
+// may be, and each number of tokens had its own bits.
+template <class V>
+INLINE V apart(V product) {
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
+
+// `count` tokens of some columns of a head's state, a row read and written once for all of them.
+template <class V, int count>
+INLINE void scan_columns(float* s, int64_t values, const ScanTokens& t, float* x) {
+  V in[count], out[count] = {};
+  for (int j = 0; j < count; j++) in[j] = load<V>(x + j * t.apart);
+  for (int64_t i = 0; i < t.keys; i++) {
+    V row = load<V>(s + i * values);
+    for (int j = 0; j < count; j++) {
+      row = apart(row * t.kept[j * t.apart]);
+      row += t.key[j * t.apart + i] * in[j];
+      out[j] += row * t.read[j * t.apart + i];
+    }
+    store(s + i * values, row);
+  }
+  for (int j = 0; j < count; j++) store(x + j * t.apart, out[j]);
+}
+
+template <int count>
+INLINE void scan_tokens(float* s, int64_t values, const ScanTokens& t, float* x) {
+  int64_t c = 0;
+  for (; c + L <= values; c += L) scan_columns<vf, count>(s + c, values, t, x + c);
+  for (; c < values; c++) scan_columns<float, count>(s + c, values, t, x + c);
+}
+
+void scan(float* s, int64_t values, ScanTokens t, float* x) {
+  const auto pass = [&](int64_t count) {
+    t.kept += count * t.apart, t.key += count * t.apart, t.read += count * t.apart;
+    x += count * t.apart, t.tokens -= count;
+  };
+  for (; t.tokens >= 8; pass(8)) scan_tokens<8>(s, values, t, x);
+  for (; t.tokens > 0; pass(1)) scan_tokens<1>(s, values, t, x);
+}
+
+void scan_each(float* __restrict s, int64_t keys, int64_t values, const float* __restrict kept,
+               const float* __restrict key, const float* __restrict x,
+               const float* __restrict read, float* __restrict out) {
   for (int64_t c = 0; c < values; c++) out[c] = 0;
   for (int64_t i = 0; i < keys; i++) {
     float* __restrict row = s + i * values;
-    if (each) {
-      const float* __restrict of_row = kept + i * values;
-      for (int64_t c = 0; c < values; c++) row[c] *= of_row[c];
-    } else {
-      for (int64_t c = 0; c < values; c++) row[c] *= kept[0];
-    }
+    const float* __restrict of_row = kept + i * values;
+    for (int64_t c = 0; c < values; c++) row[c] *= of_row[c];
     for (int64_t c = 0; c < values; c++) row[c] += key[i] * x[c], out[c] += row[c] * read[i];
   }
 }
@@ -1314,7 +1404,7 @@ extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, widen, narrow, norm, activate,
-    delta, scan, exponentials, attend, draw_row, rank_row,
+    delta, scan, scan_each, exponentials, attend, draw_row, rank_row,
 };
 
 }  // namespace moejax

@@ -121,6 +121,19 @@ struct RankedRow {
   float* top;
 };
 
+constexpr int64_t kDeltaScratch = 32;
+
+// Operands of tokens whose numbers lie `apart` floats from each other's.
+struct DeltaTokens {
+  int64_t tokens, apart, keys;
+  int64_t decays;             // 1: `kept` has a number for each key; 0: one for all
+  const float *kept, *rate, *q, *key;
+};
+struct ScanTokens {
+  int64_t tokens, apart, keys;
+  const float *kept, *key, *read;  // kept: one number
+};
+
 struct Kernels {
   const char* name;
   // Tokens for which `dots_of_many` and `add_of_many` do as `dots` and `add` do, which is faster, at
@@ -182,14 +195,15 @@ struct Kernels {
   // gate[i] = act(gate[i]) · up[i]; of CLAMPED_SWIGLU, with its limit and alpha,
   // (up + 1) · gate · sigmoid(alpha · gate), gate at most limit and up within ± limit.
   void (*activate)(int activation, float limit, float alpha, float* gate, const float* up, int64_t n);
-  // The gated delta rule of a head's s [keys, values]: s *= kept of each key; s += key ⊗
-  // (rate · (v − keyᵀ s)); out = qᵀ s. error: values floats.
-  void (*delta)(float* s, int64_t keys, int64_t values, const float* kept, float rate,
-                const float* q, const float* key, const float* v, float* error, float* out);
-  // Mamba's recurrence of a head's s [keys, values]: s = kept · s + key ⊗ x, out = readᵀ s. kept
-  // has a number for each key and value where `each`, else one.
-  void (*scan)(float* s, int64_t keys, int64_t values, const float* kept, bool each,
-               const float* key, const float* x, const float* read, float* out);
+  // The gated delta rule of a head's s [keys, values], for some tokens, in order: s *= kept of each
+  // key; s += key ⊗ (rate · (v − keyᵀ s)); v = qᵀ s. scratch: kDeltaScratch floats a key.
+  void (*delta)(float* s, int64_t values, const DeltaTokens& tokens, float* v, float* scratch);
+  // Mamba-2's recurrence of a head's s [keys, values], for some tokens, in order: s = kept · s +
+  // key ⊗ x, x = readᵀ s.
+  void (*scan)(float* s, int64_t values, ScanTokens tokens, float* x);
+  // Mamba's, for one token: kept is [keys, values].
+  void (*scan_each)(float* s, int64_t keys, int64_t values, const float* kept, const float* key,
+                    const float* x, const float* read, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
   void (*attend)(const AttendedSpan& span);

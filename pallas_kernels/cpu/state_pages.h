@@ -56,14 +56,14 @@ inline void store(const StateRuns& s, const int32_t* pages, int64_t element, int
 }
 
 // Advances the states of all runs, in order, with a part of the state that no other thread has:
-// begin(pages, is new), advance(row of a token), end(pages).
+// begin(pages, is new), advance(rows [first, last) of its tokens), end(pages).
 template <class Part>
 void advance_runs(const StateRuns& s, Part& part) {
   for (int64_t n = 0; n < s.runs; n++) {
     if (s.skip[n] >= s.length[n]) continue;
     const int64_t first = n * s.state_pages;
     part.begin(s.read + first, s.is_new(n));
-    for (int64_t t = s.skip[n]; t < s.length[n]; t++) part.advance(n * s.run_tokens + t);
+    part.advance(n * s.run_tokens + s.skip[n], n * s.run_tokens + s.length[n]);
     part.end(s.pages + first);
     if (s.copy[first] >= 0) part.end(s.copy + first);
   }

@@ -13,9 +13,12 @@ constexpr float kEps = 1e-6f;
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
+constexpr int64_t kTokens = 32;  // whose operands are made before a state goes through them
+
 void make_unit(float* x, int64_t n, float factor) {
-  float sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+  float part[8] = {}, sum = 0;
+  for (int64_t i = 0; i < n; i++) part[i % 8] += x[i] * x[i];
+  for (float each : part) sum += each;
   const float scale = factor / std::sqrt(sum + kEps);
   for (int64_t i = 0; i < n; i++) x[i] *= scale;
 }
@@ -24,25 +27,29 @@ void make_unit(float* x, int64_t n, float factor) {
 struct Group {
   const Kernels& k;
   const Delta& d;
-  const int64_t group, heads, values, columns, wide, matrix;
+  const int64_t group, heads, values, columns, wide, matrix, decays, apart;
   struct Part { int64_t column, count; } parts[3];  // of q, k and v in a row of qkv
   Buffer<float> buffer;
-  float *state, *last, *taps, *x, *mixed, *error, *kept;
+  float *state, *last, *taps, *x, *ones, *scratch;
+  float* operands;  // of each token q, k, v, what each head keeps, and its rate
   Buffer<char> narrow;
 
   Group(const Kernels& kernels, const Delta& delta, int64_t number)
       : k(kernels), d(delta), group(number), heads(d.value_heads / d.key_heads),
         values(heads * d.value_dim), columns(2 * d.key_dim + values),
         wide(2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
-        matrix(d.key_dim * d.value_dim),
+        matrix(d.key_dim * d.value_dim), decays(d.each ? d.key_dim : 1),
+        apart(columns + heads * (decays + 1)),
         parts{{group * d.key_dim, d.key_dim},
               {(d.key_heads + group) * d.key_dim, d.key_dim},
               {2 * d.key_heads * d.key_dim + group * values, values}},
-        buffer(heads * matrix + 2 * d.taps * columns + 2 * columns + d.value_dim + d.key_dim),
+        buffer(heads * matrix + 2 * d.taps * columns + 2 * columns + kDeltaScratch * d.key_dim +
+               kTokens * apart),
         narrow(columns * sizeof(float)) {
     state = buffer.get(), last = state + heads * matrix, taps = last + d.taps * columns;
-    x = taps + d.taps * columns, mixed = x + columns, error = mixed + columns;
-    kept = error + d.value_dim;
+    x = taps + d.taps * columns, ones = x + columns, scratch = ones + columns;
+    operands = scratch + kDeltaScratch * d.key_dim;
+    std::fill_n(ones, columns, 1.0f);
     each_part([&](int64_t i, const Part& part) {
       for (int64_t tap = 0; tap < d.taps; tap++) {
         for (int64_t c = 0; c < part.count; c++) {  // the newest token's first
@@ -91,7 +98,7 @@ struct Group {
     }
   }
 
-  void mix(int64_t row) {
+  void mix(int64_t row, float* mixed) {
     each_part([&](int64_t i, const Part& part) {
       k.widen(d.type, at(d.qkv, row * wide + part.column, d.type), part.count, x + i);
     });
@@ -103,26 +110,39 @@ struct Group {
     std::memmove(last + columns, last, (d.taps - 1) * columns * sizeof(float));
     std::copy_n(x, columns, last);
     round(mixed, columns);
-    for (int64_t c = 0; c < columns; c++) mixed[c] *= sigmoid(mixed[c]);
+    k.activate(SILU, 0, 0, mixed, ones, columns);
     round(mixed, columns);
     make_unit(mixed, d.key_dim, 1 / std::sqrt(static_cast<float>(d.key_dim)));
     make_unit(mixed + d.key_dim, d.key_dim, 1);
   }
-  void advance(int64_t row) {
-    mix(row);
-    const int64_t dv = d.value_dim, decays = d.each ? d.key_dim : 1;
-    const float *q = mixed, *key = mixed + d.key_dim, *v = key + d.key_dim;
-    float* out = x;  // which the next token widens anew
-    for (int64_t e = 0; e < heads; e++, v += dv, out += dv) {
-      const int64_t head = group * heads + e, gate = row * d.value_heads + head;
-      float beta;
-      k.widen(d.type, at(d.beta, gate, d.type), 1, &beta);
-      k.widen(d.type, at(d.decay, gate * decays, d.type), decays, kept);
+  void gate(int64_t row, float* kept) {
+    for (int64_t head = group * heads; head < (group + 1) * heads; head++, kept += decays + 1) {
+      const int64_t at_head = row * d.value_heads + head;
+      k.widen(d.type, at(d.beta, at_head, d.type), 1, kept + decays);
+      k.widen(d.type, at(d.decay, at_head * decays, d.type), decays, kept);
       const float rate = std::exp(d.a_log[head]), *bias = d.dt_bias + head * decays;
       for (int64_t i = 0; i < decays; i++) kept[i] = std::exp(-rate * softplus(kept[i] + bias[i]));
-      if (!d.each) std::fill_n(kept, d.key_dim, kept[0]);
-      k.delta(state + e * matrix, d.key_dim, dv, kept, sigmoid(beta), q, key, v, error, out);
-      k.narrow(d.type, out, dv, at(d.out, gate * dv, d.type));
+      kept[decays] = sigmoid(kept[decays]);
+    }
+  }
+  void advance(int64_t row, int64_t end) {
+    for (; row < end; row += kTokens) {
+      const int64_t tokens = std::min(end - row, kTokens);
+      for (int64_t t = 0; t < tokens; t++) {
+        mix(row + t, operands + t * apart);
+        gate(row + t, operands + t * apart + columns);
+      }
+      DeltaTokens each = {tokens, apart, d.key_dim, d.each};
+      each.q = operands, each.key = operands + d.key_dim;
+      for (int64_t e = 0; e < heads; e++) {
+        float* v = operands + 2 * d.key_dim + e * d.value_dim;
+        each.kept = operands + columns + e * (decays + 1), each.rate = each.kept + decays;
+        k.delta(state + e * matrix, d.value_dim, each, v, scratch);
+        for (int64_t t = 0; t < tokens; t++) {
+          const int64_t to = ((row + t) * d.value_heads + group * heads + e) * d.value_dim;
+          k.narrow(d.type, v + t * apart, d.value_dim, at(d.out, to, d.type));
+        }
+      }
     }
   }
 };

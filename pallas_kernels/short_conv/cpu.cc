@@ -1,4 +1,5 @@
-#include <cmath>
+#include <algorithm>
+#include <cstring>
 
 #include "pallas_kernels/cpu/buffer.h"
 #include "pallas_kernels/cpu/state_pages.h"
@@ -14,14 +15,15 @@ struct Columns {
   const ShortConv& c;
   const int64_t first, count;
   Buffer<float> buffer;
-  float *last, *taps, *x, *mixed;
+  float *last, *taps, *x, *mixed, *ones;
   Buffer<char> narrow;
 
   Columns(const Kernels& kernels, const ShortConv& conv, int64_t begin, int64_t end)
-      : k(kernels), c(conv), first(begin), count(end - begin), buffer((2 * c.taps + 2) * count),
+      : k(kernels), c(conv), first(begin), count(end - begin), buffer((2 * c.taps + 3) * count),
         narrow(count * sizeof(float)) {
     last = buffer.get(), taps = last + c.taps * count, x = taps + c.taps * count;
-    mixed = x + count;
+    mixed = x + count, ones = mixed + count;
+    std::fill_n(ones, count, 1.0f);
     for (int64_t tap = 0; tap < c.taps; tap++) {
       for (int64_t i = 0; i < count; i++) {  // the newest token's first
         taps[tap * count + i] = c.weights[(first + i) * c.taps + c.taps - 1 - tap];
@@ -42,7 +44,10 @@ struct Columns {
       store(c.states, pages, element(tap), count * size_of(c.type) / 2, narrow.get());
     }
   }
-  void advance(int64_t row) {
+  void advance(int64_t row, int64_t end) {
+    for (; row < end; row++) mix(row);
+  }
+  void mix(int64_t row) {
     k.widen(c.type, at(c.x, row * c.width + first, c.type), count, x);
     for (int64_t i = 0; i < count; i++) mixed[i] = x[i] * taps[i];
     for (int64_t tap = 1; tap < c.taps; tap++) {
@@ -56,7 +61,7 @@ struct Columns {
     k.narrow(c.type, mixed, count, out);
     if (!c.silu) return;
     k.widen(c.type, out, count, mixed);
-    for (int64_t i = 0; i < count; i++) mixed[i] /= 1 + std::exp(-mixed[i]);
+    k.activate(SILU, 0, 0, mixed, ones, count);
     k.narrow(c.type, mixed, count, out);
   }
 };
