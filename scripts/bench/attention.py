@@ -67,8 +67,8 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     @jax.jit
     def prefill(q, arena, table):
         size = min(CHUNK, tokens)
-        one = (jnp.full(1, value, jnp.int32) for value in (0, tokens - size, size))
-        chunks = Chunks(*one, jnp.int32(1))
+        row, start, length = (jnp.full(1, value, jnp.int32) for value in (0, tokens - size, size))
+        chunks = Chunks(row, start, length, jnp.int32(1))
         for layer in range(LAYERS):
             out = prefill_attention(q, arena, table, chunks, layer, options)
             q = q + out.reshape(q.shape)
