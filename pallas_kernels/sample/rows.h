@@ -181,6 +181,7 @@ struct Buckets {
   uint64_t mass[2][1 << kBits];
   uint32_t count[2][1 << kBits];
 };
+static_assert(sizeof(Buckets) == kBucketBytes, "scratch of DrawnRow");
 
 INLINE uint64_t whole(float mass) { return (uint64_t)(int64_t)(mass * 0x1p40f); }
 
@@ -342,7 +343,7 @@ void rank_row(const RankedRow& r) {
       const vi id = lanes_of_row() + (int32_t)i;
       more -= (v > chosen) | ((v == chosen) & (id < r.token));
       // A later one that equals the last of the list does not come before it.
-      if (listed == r.most && !any_of(v > splat(r.top[listed - 1]))) continue;
+      if (r.most == 0 || (listed == r.most && !any_of(v > splat(r.top[listed - 1])))) continue;
       for (int64_t j = i; j < i + L && j < r.n; j++) {
         if (listed == r.most && !(x[j] > r.top[listed - 1])) continue;
         int64_t place = listed < r.most ? listed++ : listed - 1;
