@@ -12,7 +12,7 @@ void draw(Pool& pool, const Kernels& k, const Draws& d) {
     row.temperature = d.temperature[r], row.top_p = d.top_p[r], row.top_k = d.top_k[r];
     row.far = d.far[r];
     row.id = d.ids + out, row.scaled = d.scaled + out, row.bits = d.bits + out;
-    const bool truncates = row.temperature > 0 && (row.top_k > 0 || row.top_p < 1);
+    const bool truncates = row.temperature != 0 && (row.top_k > 0 || row.top_p < 1);
     Buffer<uint32_t> scratch(truncates ? 2 * (n + kPad) : 0);
     Buffer<char> buckets(truncates ? kBucketBytes : 0);
     row.distance = scratch.get(), row.list = scratch.get() + n + kPad, row.buckets = buckets.get();
