@@ -14,7 +14,7 @@ class Choices(NamedTuple):
     """How the rows' tokens are chosen."""
 
     temperature: Float[Array, " R"]
-    """float32; 0: the row equals the likeliest one."""
+    """float32; 0: the likeliest token."""
     top_k: Int[Array, " R"]
     """0 or less keeps all."""
     top_p: Float[Array, " R"]
@@ -45,7 +45,7 @@ def sample(
 
     The likeliest token is always kept. The draw is Gumbel-max: the same seed, position and logits
     give the same token, whatever the implementation, unless top_p lies within rounding of the mass
-    before a token. Without a finite logit above all others the token is 0.
+    before a token. A row that is drawn and whose largest logit is not finite gives token 0.
 
     - `wanted`: rows to draw; None: all. Results of others are undefined.
     - `truncates`: False promises that no row truncates (`truncates_any`), and leaves out the two
