@@ -3,8 +3,8 @@
 // lanes are columns. A word is a pair of bfloat16 where a processor multiplies pairs, else a float.
 //
 // Contract 1: a score is one sum over the words of a key in ascending order, a column of a result one
-// over the words of the span's keys. What a row does not see has the weight 0, so no result knows how
-// many rows share a tile.
+// over the words of the span's keys. What a row does not see has the weight 0, or is not there if a
+// value is not finite, so no result knows how many rows share a tile.
 #pragma once
 
 namespace moejax {
@@ -197,6 +197,24 @@ void lay_values(const AttendedSpan& s, int64_t columns, uint32_t* panel) {
   }
 }
 
+// Whether no bfloat16 (pairs) or float of a panel is infinite or NaN.
+template <bool pairs>
+bool is_finite(const uint32_t* panel, int64_t words) {
+  constexpr uint32_t low = 0x7f80u, high = 0x7f800000u;
+  for (int64_t i = 0; i < words; i++) {
+    if ((panel[i] & high) == high || (pairs && (panel[i] & low) == low)) return false;
+  }
+  return true;
+}
+
+// Whether all rows see all keys of the span.
+INLINE bool seen_by_all(const AttendedSpan& s) {
+  for (int64_t i = 0; i < s.rows; i++) {
+    if (s.first[i] > s.from || s.end[i] < s.to) return false;
+  }
+  return true;
+}
+
 typedef uint16_t vs __attribute__((vector_size(2 * MOEJAX_LANES)));
 
 // A row's scores become weights, as words; its result so far shrinks where the largest grows.
@@ -256,8 +274,16 @@ void attend_as(const AttendedSpan& s) {
   Ahead next_values(s.next_values, s.next_from, s.next_to, s.value_dim * size,
                     tiles * (pairs ? kSpan / 2 : kSpan) * ((columns + kTileVectors * L - 1) / (kTileVectors * L)));
   alignas(64) float scores[kAtOnce * kSpan];
-  for (int64_t row = 0; row < s.rows; row += kAtOnce) {
-    const int64_t count = least(kAtOnce, s.rows - row);
+  // 0 times such a value is NaN: rows must not meet values that they do not see.
+  const bool alone = !seen_by_all(s) && !is_finite<pairs>(values, (pairs ? kSpan / 2 : kSpan) * columns);
+  const int64_t at_once = alone ? 1 : kAtOnce;
+  for (int64_t row = 0; row < s.rows; row += at_once) {
+    const int64_t count = least(at_once, s.rows - row);
+    if (alone) {
+      AttendedSpan own = s;
+      own.from = s.first[row], own.to = s.end[row];
+      lay_values<kind>(own, columns, values);
+    }
     products<pairs>(count, (const uint32_t*)(s.q + row * s.q_width), s.q_width, keys, kSpan, words,
                     kSpan, scores, kSpan, false, next_keys);
     for (int64_t i = 0; i < count; i++) {

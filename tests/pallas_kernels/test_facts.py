@@ -1,12 +1,15 @@
 """What implementations of ops do beyond their contracts: bits of a row whatever stands beside it,
 rounding where the reference rounds."""
 
+import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import KERNELS
 from pallas_kernels.mosaic import why_not_mosaic
-from tests.pallas_kernels.contract import NATIVE
+from pallas_kernels.paged_attention.specs import PrefillSpec
+from tests.pallas_kernels.contract import NATIVE, same_bits
 from tests.pallas_kernels.ops.contracts import CONTRACTS
+from tests.pallas_kernels.ops.prefill_attention import case, laid_out, run
 
 pytestmark = pytest.mark.slow
 
@@ -27,3 +30,15 @@ def facts():
 @pytest.mark.parametrize(("fact", "implementation"), list(facts()))
 def test_fact(fact, implementation):
     fact(implementation)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_value_that_is_not_finite_reaches_no_token_before_it(dtype):
+    spec = PrefillSpec(((56, 16),), 16, dtype)
+    q, keys, values = case(spec, 0)
+    want = run(spec, "cpu", q, laid_out(spec, keys, values))[0]
+    values[0][-1] = np.inf
+    got = run(spec, "cpu", q, laid_out(spec, keys, values))[0]
+    same_bits(got[:-1], want[:-1])
+    assert not np.isfinite(got[-1].astype(np.float32)).any()
