@@ -38,20 +38,25 @@ class ModelDrafts(Drafts):
         for request in [r for r in self._sessions if r.finish_reason is not None]:
             self.engine.end_session(self._sessions.pop(request))
         drafts: dict[Request, Request] = {}
-        for request, most in asked.items():
-            tokens = self.histories.tokens(request)
-            if (count := min(most, self._room - len(tokens))) < 1:
-                continue
-            params = SamplingParams(
-                **{name: getattr(request.params, name) for name in DRAWN_BY},
-                seed=request.seed,
-                max_tokens=count,
-                ignore_eos=True,
-            )
-            name = self._sessions.setdefault(request, str(request.number))
-            drafts[request] = self.engine.add(tokens.tolist(), params, session_id=name)
-        while not self.engine.idle:
-            self.engine.step()
+        try:
+            for request, most in asked.items():
+                tokens = self.histories.tokens(request)
+                if (count := min(most, self._room - len(tokens))) < 1:
+                    continue
+                params = SamplingParams(
+                    **{name: getattr(request.params, name) for name in DRAWN_BY},
+                    seed=request.seed,
+                    max_tokens=count,
+                    ignore_eos=True,
+                )
+                name = self._sessions.setdefault(request, str(request.number))
+                drafts[request] = self.engine.add(tokens.tolist(), params, session_id=name)
+            while not self.engine.idle:
+                self.engine.step()
+        except BaseException:  # a turn left open would refuse the end of its session
+            self.engine.abort(drafts.values())
+            self.engine.drain()
+            raise
         return {request: draft.output for request, draft in drafts.items()}
 
     def stats(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import textwrap
 from collections.abc import Iterator
@@ -449,6 +450,28 @@ def test_a_draft_computes_only_what_came_since(modeled):
         modeled.engine.drafts.counts[name] - counts[name] for name in ("drafted", "accepted")
     )
     assert accepted > 0.5 * drafted > 10
+
+
+@pytest.mark.slow
+def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch):
+    """Their requests end, and those that come later are drafted as before."""
+    drafter, steps = modeled.engine.drafts.engine, itertools.count(1)
+    prompt = [[*range(5, 25)]]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (expected,) = modeled.generate(prompt, params, use_tqdm=False)
+    step = drafter.step
+
+    def fail():
+        if next(steps) == 3:
+            raise RuntimeError("an injected error")
+        return step()
+
+    monkeypatch.setattr(drafter, "step", fail)
+    with pytest.raises(RuntimeError, match="an injected error"):
+        modeled.generate(prompt, params, use_tqdm=False)
+    assert drafter.idle and modeled.engine.idle
+    (out,) = modeled.generate(prompt, params, use_tqdm=False)
+    assert out.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
