@@ -181,6 +181,8 @@ class LLM:
                 self._notes = (*self._notes, f"kv_dir has KV of {tokens} tokens from before")
         except BaseException:
             self.engine.runner.delete()
+            if self._drafter is not None:
+                self._drafter.close()
             raise
         return kept
 
