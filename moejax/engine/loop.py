@@ -400,6 +400,7 @@ class Engine:
         except BaseException:
             # Pages could not be moved, so work that was counted as dispatched never was.
             self._give_up(self.scheduler.in_step, self.scheduler.published)
+            self.scheduler.release_states()
             raise
 
     def _make_room(self) -> ScheduledWork:
@@ -534,6 +535,8 @@ class Engine:
             results = Results(step.output.shape, np.asarray(step.results))
         except BaseException:  # errors on the device are raised here
             self._give_up(step.work.requests(), step.work.published)
+            if step.work.drafts:  # no step was dispatched since
+                self.scheduler.release_states()
             raise
         now = time.perf_counter()
         self.statistics.device_s += now - began
