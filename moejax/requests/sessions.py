@@ -152,8 +152,9 @@ class Sessions:
             session.dropped = True  # its KV was dropped before its last token was read
         self.cache.release(blocks)
         session.turn = session.queue.popleft() if session.queue else None
-        if session.session_id in self._sessions:
-            self._sessions.move_to_end(session.session_id)
+        for sessions in (self._sessions, self._resting):
+            if session.session_id in sessions:
+                sessions.move_to_end(session.session_id)
         return session.turn
 
     def evict(self, most: int | None = None) -> bool:
