@@ -240,7 +240,10 @@ class PinnedBuilder(StoreBuilder):
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not lacks_memory(error):
                     raise
-                self._pins = False
+                with self._lock:
+                    said, self._pins = not self._pins, False
+                if said:
+                    return rows
                 pieces = itertools.chain.from_iterable(itertools.chain.from_iterable(self._pieces))
                 held = sum(piece.nbytes for piece in pieces if piece is not None)
                 log.warning(
