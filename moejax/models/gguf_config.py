@@ -188,12 +188,8 @@ def _granite(file: _File) -> dict[str, Any]:
     return {"num_local_experts": file.get("expert_count"), "shared_intermediate_size": width}
 
 
-def _minimax(file: _File) -> dict[str, Any]:
-    width = file.get("expert_feed_forward_length")
-    return {"num_local_experts": file.get("expert_count"), "intermediate_size": width}
-
-
-def _gpt_oss(file: _File) -> dict[str, Any]:
+def _experts_alone(file: _File) -> dict[str, Any]:
+    """Of families whose config.json has the experts' width as that of any feed-forward."""
     width = file.get("expert_feed_forward_length")
     return {"num_local_experts": file.get("expert_count"), "intermediate_size": width}
 
@@ -319,7 +315,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        _gpt_oss,
+        _experts_alone,
         {"attention.sliding_window": "sliding_window"},
         rope={"truncate": False},
     ),
@@ -333,7 +329,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "logit_scale": "logits_scaling",
         },
     ),
-    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _minimax, gating=_SIGMOID, partial=True),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM", _experts_alone, gating=_SIGMOID, partial=True
+    ),
 }
 """general.architecture → how its files are read."""
 
