@@ -73,7 +73,7 @@ class UserCaps:
             state = state._replace(running=frozenset(users))
         else:
             ended = seen.user[seen.request == seen.turn]
-            if not len(ended):  # it was aborted before it had a row
+            if not len(ended):  # a failure of others ended it in a step without rows of it
                 return state, Decision()
             state = self._end_turn(state, int(ended[0]))
         division = state.division
