@@ -7,6 +7,7 @@ from typing import Any
 
 from moejax.engine.drafts import Drafts
 from moejax.engine.loop import Engine
+from moejax.errors import OutOfKV
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 
@@ -53,10 +54,15 @@ class ModelDrafts(Drafts):
                 drafts[request] = self.engine.add(tokens.tolist(), params, session_id=name)
             while not self.engine.idle:
                 self.engine.step()
-        except BaseException:  # a turn left open would refuse the end of its session
+        except BaseException as error:  # a turn left open would refuse the end of its session
             self.engine.abort(drafts.values())
             self.engine.drain()
-            raise
+            if not isinstance(error, OutOfKV):
+                raise
+            # Its sessions fill its KV: they begin anew, and this step has no drafts.
+            while self._sessions:
+                self.engine.end_session(self._sessions.popitem()[1])
+            return {}
         return {request: draft.output for request, draft in drafts.items()}
 
     def stats(self) -> dict[str, Any]:

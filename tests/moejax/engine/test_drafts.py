@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -19,6 +20,7 @@ from moejax.commands.main import main
 from moejax.engine import loop, scheduler
 from moejax.engine.drafts import HOLDS, TRIAL, WINDOW, Choice, Drafts, NgramDrafts, look_up
 from moejax.engine.step_work import Step
+from moejax.errors import OutOfKV
 from moejax.start.option_values import read_speculation
 from moejax.start.options import Config
 from moejax.step.step_parts import PageTables, decode_tokens
@@ -453,8 +455,9 @@ def test_a_draft_computes_only_what_came_since(modeled):
 
 
 @pytest.mark.slow
-def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch):
-    """Their requests end, and those that come later are drafted as before."""
+@pytest.mark.parametrize("error", [RuntimeError, OutOfKV])
+def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch, error):
+    """Their requests end, unless it was for want of KV, and later ones are drafted as before."""
     drafter, steps = modeled.engine.drafts.engine, itertools.count(1)
     prompt = [[*range(5, 25)]]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -463,13 +466,14 @@ def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch):
 
     def fail():
         if next(steps) == 3:
-            raise RuntimeError("an injected error")
+            raise error("an injected error")
         return step()
 
     monkeypatch.setattr(drafter, "step", fail)
-    with pytest.raises(RuntimeError, match="an injected error"):
+    ends = contextlib.nullcontext() if error is OutOfKV else pytest.raises(error, match="injected")
+    with ends:
         modeled.generate(prompt, params, use_tqdm=False)
-    assert drafter.idle and modeled.engine.idle
+    assert next(steps) > 3 and drafter.idle and modeled.engine.idle
     (out,) = modeled.generate(prompt, params, use_tqdm=False)
     assert out.outputs[0].token_ids == expected.outputs[0].token_ids
 
