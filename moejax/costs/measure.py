@@ -153,11 +153,15 @@ def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swep
 
 
 def _long_prompt(runner: Executor) -> int:
-    """Returns the tokens of a long prompt, whose steps attend to more than one span; 0 where no
-    sequence has room for that."""
-    shapes = runner.shapes
-    longest = shapes.blocks * runner.layout.page.block_size - (WARM + STEPS + 1 + SLACK)
+    """Returns the tokens of a long prompt, whose steps attend to more than one span; 0 where there
+    is no room for that."""
+    shapes, page, more = runner.shapes, runner.layout.page, WARM + STEPS + 1 + SLACK
+    longest = shapes.blocks * page.block_size - more
     found = min(LONG, longest, shapes.prefill_chunks * shapes.chunk)
+    experts = len(runner.tables.address) * runner.config.num_experts_per_tok
+    room = (runner.slots - experts) * runner.layout.pages_per_slot
+    while found >= SPAN and min(4, shapes.rows) * page.pages(found + more) > room:
+        found -= SPAN
     return found if found >= SPAN else 0
 
 
