@@ -204,7 +204,14 @@ def test_verify_compares_a_run_with_what_the_file_means(directory, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget", "ops"), [("50%", "xla"), ("100%", "cpu"), ("50%", "cpu")])
+@pytest.mark.parametrize(
+    ("budget", "ops"),
+    [
+        pytest.param("50%", "xla", marks=pytest.mark.nightly),
+        ("100%", "cpu"),
+        ("50%", "cpu"),
+    ],
+)
 def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops, directory):
     path = directory / "Q4_K_M.gguf"
     if not path.exists():

@@ -142,7 +142,7 @@ CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,h
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "source", ["fp8", "mixed", pytest.param("gguf", marks=pytest.mark.nightly)]
+    "source", ["fp8", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("mixed", "gguf"))]
 )
 def test_no_store_changes_a_bit(source, request, monkeypatch, tmp_path):
     path = request.getfixturevalue(source)

@@ -443,12 +443,13 @@ def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tiers", "memory"),
     [
         ("flux,packed=25%", MEMORY),
         # Staging is kept for a layer of which nobody is packed, as that may come.
-        pytest.param("flux-direct,packed=75%", MEMORY + 12 * RECORD, marks=pytest.mark.nightly),
+        ("flux-direct,packed=75%", MEMORY + 12 * RECORD),
     ],
 )
 def test_over_jax_copies_they_do_too(tiers, memory):
