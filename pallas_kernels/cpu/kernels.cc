@@ -1334,7 +1334,7 @@ void delta(float* s, int64_t values, const DeltaTokens& d, float* v, float* scra
 // The product as it is, which a compiler may not make part of an fma: of a · b + c · d either product
 // may be, and each number of tokens had its own bits.
 template <class V>
-INLINE V apart(V product) {
+INLINE V unfused(V product) {
 #if defined(__x86_64__)
   asm("" : "+x"(product));
 #elif defined(__aarch64__)
@@ -1353,7 +1353,7 @@ INLINE void scan_columns(float* s, int64_t values, const ScanTokens& t, float* x
   for (int64_t i = 0; i < t.keys; i++) {
     V row = load<V>(s + i * values);
     for (int j = 0; j < count; j++) {
-      row = apart(row * t.kept[j * t.apart]);
+      row = unfused(row * t.kept[j * t.apart]);
       row += t.key[j * t.apart + i] * in[j];
       out[j] += row * t.read[j * t.apart + i];
     }

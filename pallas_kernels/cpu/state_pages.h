@@ -1,6 +1,7 @@
 // States of sequences in pages of the arena, as pallas_kernels/state_pages.py lays them out.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -8,6 +9,11 @@
 #include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
+
+// Tokens whose operands are made before a state goes through them.
+constexpr int64_t kRunTokens = 32;
+
+inline float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
 // Refuses runs whose tokens or pages are not there.
 inline void check(const StateRuns& s) {

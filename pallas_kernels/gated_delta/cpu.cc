@@ -11,9 +11,6 @@ namespace {
 constexpr float kEps = 1e-6f;
 
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
-
-constexpr int64_t kTokens = 32;  // whose operands are made before a state goes through them
 
 void make_unit(float* x, int64_t n, float factor) {
   float part[8] = {}, sum = 0;
@@ -44,7 +41,7 @@ struct Group {
               {(d.key_heads + group) * d.key_dim, d.key_dim},
               {2 * d.key_heads * d.key_dim + group * values, values}},
         buffer(heads * matrix + 2 * d.taps * columns + 2 * columns + kDeltaScratch * d.key_dim +
-               kTokens * apart),
+               kRunTokens * apart),
         narrow(columns * sizeof(float)) {
     state = buffer.get(), last = state + heads * matrix, taps = last + d.taps * columns;
     x = taps + d.taps * columns, ones = x + columns, scratch = ones + columns;
@@ -126,8 +123,8 @@ struct Group {
     }
   }
   void advance(int64_t row, int64_t end) {
-    for (; row < end; row += kTokens) {
-      const int64_t tokens = std::min(end - row, kTokens);
+    for (; row < end; row += kRunTokens) {
+      const int64_t tokens = std::min(end - row, kRunTokens);
       for (int64_t t = 0; t < tokens; t++) {
         mix(row + t, operands + t * apart);
         gate(row + t, operands + t * apart + columns);

@@ -7,10 +7,6 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kTokens = 32;  // whose operands are made before a state goes through them
-
-float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
-
 // A head: its own part of the state, of the columns of x and of out.
 struct Head {
   const Kernels& k;
@@ -24,7 +20,7 @@ struct Head {
       : k(kernels), s(scan), head(number), group(number / (s.heads / s.groups)),
         matrix(s.keys * s.values), columns(s.heads * s.values + 2 * s.groups * s.keys),
         steps(s.each ? s.values : 1), apart(2 * s.values + 2 * s.keys + steps),
-        buffer(3 * matrix + s.values + kTokens * apart) {
+        buffer(3 * matrix + s.values + kRunTokens * apart) {
     state = buffer.get(), rates = state + matrix, kept = rates + matrix, out = kept + matrix;
     operands = out + s.values;
     if (!s.each) {
@@ -72,8 +68,8 @@ struct Head {
   void advance(int64_t row, int64_t end) {
     const float* skip = s.skip + head * steps;
     float *scaled = operands + s.values, *key = scaled + s.values;
-    for (; row < end; row += kTokens) {
-      const int64_t tokens = std::min(end - row, kTokens);
+    for (; row < end; row += kRunTokens) {
+      const int64_t tokens = std::min(end - row, kRunTokens);
       for (int64_t t = 0; t < tokens; t++) {
         read_token(row + t, operands + t * apart);
         if (s.each) advance_each(operands + t * apart);

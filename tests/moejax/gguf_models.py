@@ -61,10 +61,14 @@ def _routed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
-def _glm4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _dots1(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     _routed(writer, config)
-    writer.add_rope_dimension_count(config["head_dim"] // 2)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _glm4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _dots1(writer, config)
+    writer.add_rope_dimension_count(config["head_dim"] // 2)
 
 
 def _deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -112,11 +116,6 @@ def _minimax(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_rope_dimension_count(config["head_dim"])
-
-
-def _dots1(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    _routed(writer, config)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 ARCHITECTURES: dict[str, tuple[gguf.MODEL_ARCH, Keys]] = {
