@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
 from host_offload.control.step_record import LayerRouting, LinkUse, StepRecord, StepRows
-from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.memory.tables import Copy, Entry, HandOver, Move, Residency
 
 
 class Device(Protocol):
@@ -43,6 +43,16 @@ class Device(Protocol):
     def hand_over(self, moves: Sequence[HandOver]) -> None:
         """Moves cells between layers, before anything else; called only if the controller has a
         pool."""
+        ...
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Begins to copy records into cells that no entry points to, beside the steps to come, once
+        the steps so far are done. Called only if experts get new versions as these arrive."""
+        ...
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        """The copies that ended since the last call: (layer, expert) → whether all bytes are there.
+        Called only after begin_copies."""
         ...
 
     def carried_out(self) -> np.ndarray:
@@ -202,10 +212,16 @@ class Control:
     # ---- pieces
 
     def _stages(self, number: int) -> list[Entry]:
+        arriving, changes = self.controller.arriving, self.controller.changes
+        if arriving is not None and arriving.in_flight:
+            arriving.publish(number, self.device.ended_copies())
         entries = self.controller.stages(number)
         self._move_cells()
         self._hand_over_cells()
         self._update_tables()
+        if changes.copies:
+            self.device.begin_copies(changes.copies)
+            changes.copies.clear()
         return entries
 
     def _read_done(self) -> np.ndarray:

@@ -50,7 +50,11 @@ from host_offload.control.step_record import (
     StepRows,
 )
 from host_offload.control.transfers import COUNTS
-from host_offload.control.transitions import Transitions, check_resident
+from host_offload.control.transitions import (
+    ArrivingTransitions,
+    Transitions,
+    check_resident,
+)
 from host_offload.memory.tables import Entry, Residency
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
@@ -216,11 +220,15 @@ class Controller:
         if spec.resident is not None:
             check_resident(policies, spec.resident)
         check_second_processor(policies, spec)
-        kind = PooledStaging if any(map(wants_pool, policies)) else Staging
+        kind: type[Staging | Transitions] = Staging
+        if any(map(wants_pool, policies)):
+            kind = PooledStaging
         if kind is PooledStaging:
             check_pool(policies, spec)
             self.moments |= {Moment.EXPERTS_BEGIN}
-        self.staging = (Transitions if spec.resident else kind)(spec, self._log)
+        if spec.resident is not None:
+            kind = ArrivingTransitions if spec.resident.arriving else Transitions
+        self.staging = kind(spec, self._log)
         """The wanted transfers and their life. A Control forgets failed steps there."""
         self.changes = self.staging.changes
         """Changes that the device does not have yet: contents of TABLE_FIELDS, moves of cells, rows
@@ -240,6 +248,11 @@ class Controller:
     def transitions(self) -> Transitions | None:
         """The transitions, which book experts' slots, if every expert is resident; else None."""
         return self.staging if isinstance(self.staging, Transitions) else None
+
+    @property
+    def arriving(self) -> ArrivingTransitions | None:
+        """The transitions, if their copies go beside the steps; else None."""
+        return self.staging if isinstance(self.staging, ArrivingTransitions) else None
 
     @property
     def pool(self) -> PooledStaging | None:

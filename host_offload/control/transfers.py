@@ -19,7 +19,7 @@ from host_offload.control.interface import (
     State,
     Transition,
 )
-from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.memory.tables import Copy, Entry, HandOver, Move, Residency
 
 Wanted = Stage | Transition
 
@@ -48,6 +48,8 @@ class DeviceChanges:
     contents: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Table → its new contents, int32."""
     map_rows: list[MapRows] = dataclasses.field(default_factory=list)
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    """Copies to begin beside the next step."""
 
 
 class Flight(NamedTuple):
@@ -251,7 +253,8 @@ class TransferLedger(abc.ABC):
             self.count(transfer.cause, "skipped")
             self._log(transfer)
         else:
-            transfer = transfer._replace(published=transfer.issued)
+            if transfer.published < 0:
+                transfer = transfer._replace(published=transfer.issued)
             self.count(transfer.cause, "done")
             self.count(transfer.cause, "bytes", transfer.bytes)
             for queue in self._queues.values():

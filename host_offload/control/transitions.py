@@ -10,13 +10,18 @@ that the host could give away:
 - A cell is given back when the step that changed the entry was read. Steps run on the device one
   after the other, and every later step began with the new entry, so none of them reads the old
   cell. Later writes to the cell come after all of them.
+- DynaExq has a pool of cells for each version. Here both versions share slots, cut into cells of
+  either when needed. `ResidentSpec.capacity` is so that the most high experts, all others in low
+  and the spares of both fit into whole slots of their own; compaction frees a slot whenever the
+  cells of a version fit into fewer. So any transition that the two pools would admit is admitted
+  (test_one_pool_admits_what_the_papers_two_pools_would).
 - Moves within the arena run between two steps and change entries themselves, so the place that they
   leave is free at once. Cells of experts in flight are not moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,7 @@ from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import refuse_writes
 from host_offload.control.transfers import Flight, TransferLedger, Wanted
 from host_offload.memory.placement import ResidentSpec, place
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Copy, Entry, Move, Residency
 
 
 def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
@@ -282,3 +287,61 @@ class Transitions(TransferLedger):
                 "step_bytes_from": self.resident.step_bytes_from,
             }
         }
+
+
+class ArrivingTransitions(Transitions):
+    """Transitions by the transfer queue, beside the steps: an expert has its new version when the
+    last byte of it is there, as DynaExq's handle changes when the copy's event is done (section
+    3.3). No step waits for a transition, and one that fails changes nothing.
+
+    Copies begin between two steps and are published between two later ones, by new contents of the
+    tables. The device begins a copy when all dispatched steps are done, since the queue does not
+    follow their order. An old cell is given back when the first step with the new entry was read.
+    """
+
+    def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
+        super().__init__(spec, log)
+        self._left: list[tuple[int, tuple[int, int]]] = []
+        """(first step with the new entry, (layer, cell)) of old copies that steps may still
+        read."""
+
+    def publish(self, step: int, ended: Mapping[tuple[int, int], bool]) -> None:
+        """Changes the entries of experts whose copies ended, before a step.
+
+        - `ended`: (layer, expert) → whether all bytes are there, of copies that ended since.
+        """
+        flying, self.flying = self.flying, []
+        read = self.evicting
+        for flight in flying:
+            place = flight.transfer.layer, flight.transfer.expert
+            if place not in ended:
+                self.flying.append(flight)
+                continue
+            if ended[place]:
+                published = flight.transfer._replace(published=step - 1)
+                flight = flight._replace(transfer=published)
+                self._changed = True
+            self.evicting = []
+            self._settle(flight, ended[place])
+            self._left += [(step, cell) for cell in self.evicting]
+        self.evicting = read
+
+    def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
+        """Lists the copies to begin in `changes`; steps carry out none."""
+        for layer, expert, version, cell in super().entries(
+            step, tables, between_layers=between_layers
+        ):
+            row = int(self.cell_row[layer, cell])
+            self.changes.copies.append(Copy(layer, expert, version, row))
+        if self.changes.contents:
+            owner = np.full_like(self.cell_row, -1)
+            experts = np.arange(self.column.shape[1], dtype=np.int32)[None]
+            np.put_along_axis(owner, self.column, experts, axis=1)
+            address = np.take_along_axis(self.cell_row, self.column, axis=1)
+            where = {"owner": owner, "address": address, "version": self.version.copy()}
+            self.changes.contents |= where
+        return []
+
+    def settle(self, step: int, staged: np.ndarray | None, tables: Residency | None = None) -> None:
+        self.evicting += [cell for first, cell in self._left if first <= step]
+        self._left = [left for left in self._left if left[0] > step]

@@ -42,6 +42,9 @@ class ResidentSpec:
     """Cells that a layer can have beyond its experts."""
     step_bytes_from: str = "list"
     """The origin of step_bytes, for people; `list`: only the stage list bounds a step."""
+    arriving: bool = False
+    """Whether the queue copies new versions beside the steps, and an expert has its new one when
+    all bytes are there; else a step copies it, and the next one has it."""
 
     @property
     def cell_bound(self) -> int:

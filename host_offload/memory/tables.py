@@ -60,6 +60,16 @@ class Move(NamedTuple):
     """The cell's new arena row."""
 
 
+class Copy(NamedTuple):
+    """A record for the queue to copy into a cell that no entry points to yet."""
+
+    layer: int
+    expert: int
+    version: int
+    row: int
+    """The cell's arena row."""
+
+
 class HandOver(NamedTuple):
     """A cell that passes from one layer to another; if both are the same, the cell is emptied."""
 

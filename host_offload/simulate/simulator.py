@@ -122,7 +122,7 @@ def simulate(
     header = trace.header
     if (delta := header.spec.get("cache_aware_routing")) and not as_run:
         raise TraceError(
-            f"{trace.directory}: cache_aware_routing was {delta:g}, so what was routed depends on "
+            f"{trace.directory}: cache_aware_routing was {delta}, so what was routed depends on "
             "which experts were resident, and with other policies or cells it would be another; "
             "replay the trace, or simulate one without"
         )
@@ -205,6 +205,11 @@ def _device(
         experts = granted.fill_version.shape[1]
         tables = cold_tables(granted.cells, experts, weights, bound, granted.fill_version)
     else:
+        if resident.arriving:
+            raise ValueError(
+                "publish=arrival: when a version arrives is measured, not simulated; use a run "
+                "with publish=step"
+            )
         tables = resident_tables(resident, weights)
     return PagerDevice(tables, np.stack([*sizes.values()]))
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from host_offload.memory.layout import SlotLayout
-from host_offload.memory.tables import Entry
+from host_offload.memory.tables import Copy, Entry
 from pallas_kernels.records.versions import Formats
+
+_Listed = TypeVar("_Listed", Entry, Copy)
 
 ABOUT_VERSIONS = ("cell_version", "version", "fill_version")
 """The tables that have version numbers."""
@@ -51,8 +53,8 @@ class LayerVersions:
         found = {n: _looked_up(known, np.asarray(getattr(tables, n))) for n in ABOUT_VERSIONS}
         return tables._replace(**found)
 
-    def entries(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Translates the entries of a stage list from policies' numbers to the device's."""
+    def entries(self, entries: Sequence[_Listed]) -> list[_Listed]:
+        """Translates entries or copies from policies' numbers to the device's."""
         return [
             entry._replace(version=self.numbers[entry.layer][entry.version]) for entry in entries
         ]

@@ -96,6 +96,10 @@ def parts_of(start: Situation) -> dict[str, str]:
         "paged": mixed and precision.paged and f"{named},paged=true",
         "fixed": fixed and named,
         "versions that change": mixed and not fixed and named,
+        "arrival": precision.publish == "arrival" and "publish=arrival",
+        "arrival by ops": precision.publish == "arrival"
+        and transfers.name != "queue"
+        and "publish=arrival without a queue",
         "hi_share": mixed and precision.hi_share is not None and "hi_share",
         "costs": settings.needs_costs and "policies or budgets that need costs",
         "resize by misses": policy.resize in ("right_size", "mv_wsa", "joint") and resize,
@@ -211,6 +215,8 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ): "every expert is resident, so nothing is missed; add paged=true",
     ("cache_aware_routing", "driver=stream"): "all experts are there when a layer is routed; take "
     "driver='device' or 'host'",
+    ("arrival by ops",): "the queue brings new versions beside the steps; add "
+    "transfers='queue' (--transfers queue)",
     ("tiers", "not dense"): "tiers pack dense experts; leave out one",
     ("tiers", "not in memory"): "tiers pack experts of a store in memory; leave out one",
     ("tiers", "odd chunk"): "whole values are decoded; use an even chunk_bytes",
@@ -253,6 +259,7 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("files in place", "GPU"): f"native CPU ops read them; use store='memory', or {_CACHE}",
     ("files in place", "no native ops"): f"those read them; use {_CACHE}",
     ("files in place", "foreign ops"): f"use ops='cpu', or store='memory', or {_CACHE}",
+    ("arrival", "copies"): "jax's copies move a version into its cell within a step; leave it out",
     ("copies", "store=shared"): "it has pinned arrays of its own; use store='memory'",
     ("copies", "driver=device"): "it works between the parts of a layer, and driver='device' runs "
     "as one executable: use driver='host', or transfers='ops'",

@@ -122,6 +122,7 @@ def mixed_of(
         most = min(most, round(precision.hi_share * total))
     start = precision.start(layers, experts, most)
     resident = resident_spec(layout, slots, start, spares=precision.spares)
+    resident = dataclasses.replace(resident, arriving=precision.publish == "arrival")
     if not precision.spares:
         return resident
     return dataclasses.replace(resident, capacity=(most, total))

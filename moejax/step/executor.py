@@ -24,6 +24,7 @@ from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import (
+    Copy,
     Entry,
     HandOver,
     HandOvers,
@@ -109,6 +110,9 @@ class Executor:
         self.pooled = False
         """Whether cells pass from layer to layer, so that only the tables know how many cells each
         layer has."""
+        self.arriving = False
+        """Whether copies of begin_copies are the only transfers beside the steps. No entry points
+        to their cells, so tables of cells may change meanwhile."""
         self.maps: DeviceMaps | None = None
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
@@ -240,6 +244,7 @@ class Executor:
         if controller.needs_residency:
             kinds.append("snapshot")
         self.pooled = controller.pool is not None
+        self.arriving = controller.arriving is not None
         if self.pooled:
             kinds.append("hand_over")
         if staged and controller.spec.resident is not None:
@@ -406,7 +411,7 @@ class Executor:
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Replaces contents of the tables, for the steps to come. Versions are numbered as policies
         number them."""
-        if not _OF_CELLS.isdisjoint(contents):
+        if not (self.arriving or _OF_CELLS.isdisjoint(contents)):
             self.transport.drain()
         if self.buffers.layer_versions is not None:
             contents = self.buffers.layer_versions.contents(contents)
@@ -429,6 +434,11 @@ class Executor:
         """Copies every expert to its place and sets the tables accordingly, before the first
         step."""
         self.placement = placement
+        if self.arriving:  # copies of an earlier run
+            self.transport.drain()
+            jax.block_until_ready(self.tables)
+            self.transport.ended_copies()
+            self.arriving = False
         self.set_tables(placement.contents)
         versions = np.asarray(self.tables.version)
         self.transport.populate(placement.contents["address"], versions)
@@ -445,12 +455,25 @@ class Executor:
     def move_cells(self, moves: Sequence[Move]) -> None:
         """Moves cells and their contents within the arena, for the steps to come. The old and the
         new places must be disjoint."""
-        self.transport.drain()
+        if not self.arriving:
+            self.transport.drain()
         for i in range(0, len(moves), MOVES):
             lists = Moves._make(_pad_rows(moves[i : i + MOVES], len(Moves._fields), MOVES))
             self.buffers.arena, self.tables, _ = self.compiler.call(
                 ProgramKey("move"), self.arena, self.tables, lists
             )
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Begins to copy records beside the steps to come. First it waits for the programs so far:
+        whatever had these rows before, none of them can still read or write there."""
+        if self.buffers.layer_versions is not None:
+            copies = self.buffers.layer_versions.entries(copies)
+        jax.block_until_ready((self.arena, self.tables))
+        self.transport.begin_copies(copies)
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        """See host_offload.control.control.Device."""
+        return self.transport.ended_copies()
 
     def hand_over(self, moves: Sequence[HandOver]) -> None:
         """Passes cells from layer to layer, for the programs dispatched next. A record on its way

@@ -68,6 +68,9 @@ class Precision:
     never change."""
     step_bytes: int | None = None
     """Most bytes of transitions in a step; None: as many as the device allows."""
+    publish: str = "step"
+    """When a new version is used: after the `step` that copies it, or at the `arrival` of its last
+    byte over the queue, beside the steps. Then outputs depend on times."""
     of_checkpoint: bool = False
     """Whether experts are as in the checkpoint's files; `of_model` fills in the versions."""
     paged: bool = False
@@ -131,6 +134,7 @@ class Precision:
             "changes_bits": self.lossy,
             **({"spares": self.spares} if self.spares else {}),
             **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
+            **({} if self.publish == "step" else {"publish": self.publish}),
             **({"paged": self.paged} if self.mixed else {}),
             **{name: getattr(self.policy, name) for name in names},
         }
@@ -166,7 +170,7 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
     if name in VERSIONS:
         return Precision(name, (name,), **keys)
     paged, hi_share = keys.pop("paged", False), keys.pop("hi_share", None)
-    moves = {key: keys.pop(key) for key in ("spares", "step_bytes") if key in keys}
+    moves = {key: keys.pop(key) for key in ("spares", "step_bytes", "publish") if key in keys}
     if paged and moves:
         raise ValueError(
             f"{next(iter(moves))} does not apply with paged=true; leave one of them out"
@@ -233,6 +237,7 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "margin": number,
         "slack": whole(),
         "scores": str,
+        "publish": one_of("step", "arrival"),
     },
 }
 """Name that LLM(precision=…) and --precision take, a version or a way to mix two, → its

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 
 from host_offload.memory.record_source import locate_records
+from host_offload.memory.tables import Copy
 from host_offload.queue.native import NativeQueue, Totals
-from host_offload.queue.transfer import QueueError
+from host_offload.queue.transfer import Load, QueueError, Source, Transfer
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
@@ -51,6 +55,8 @@ class NativeTransport(Transport):
         except QueueError as error:  # a file is gone, or does not answer
             self.queue.close()
             raise UserError(str(error)) from None
+        self._copies: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+        """(layer, expert) → ticket of begin_copies, and int32[1] that its last byte makes 1."""
         self._in_files = any(store.versions[version].source.first_file for version in stored)
         ahead = self.queue.cause_number("prefetch")
         memory.attach(self.queue.handle, sources, ahead=ahead, buffers=spec.buffers)
@@ -58,6 +64,30 @@ class NativeTransport(Transport):
 
     def begin_output(self) -> tuple:
         return (self._buffers.arena.token,)
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        sources, row_bytes = self._memory.sources, 2 * self._memory.hidden
+        assert sources is not None and not self._in_files
+        for layer, expert, version, row in copies:
+            there = np.zeros(1, np.int32)
+            ticket = self.queue.submit(
+                Transfer(layer, expert, version, row, "transition"),
+                Load(
+                    sources.parts[version],
+                    Source(int(sources.records[version, layer, expert]["place"][0])),
+                    self._memory.address + row * row_bytes,
+                    there.ctypes.data,
+                    1,
+                ),
+            )
+            self._copies[layer, expert] = ticket, there
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        flying = {each.ticket for each in self.queue.observe().flying}
+        ended = {p: bool(there[0]) for p, (t, there) in self._copies.items() if t not in flying}
+        for place in ended:
+            del self._copies[place]
+        return ended
 
     def drain(self) -> None:
         self._drain()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from host_offload.memory.tables import Copy
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.transfer import QueueSpec
 from moejax.step.buffers import Buffers
@@ -125,6 +126,15 @@ class Transport:
                 buffers.arena = self._compiler.call(
                     ProgramKey("populate"), buffers.arena, buffers.stores, *places
                 )
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Begins to copy records into free cells, beside compute."""
+        raise ValueError("the ops of a step copy records; take transfers='queue'")
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        """Returns what became of copies since the last call: (layer, expert) → whether all bytes
+        are there."""
+        return {}
 
     def drain(self) -> None:
         """Ends all transfers into the arena before the program that is dispatched next. Experts

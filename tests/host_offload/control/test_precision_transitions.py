@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, State
 from host_offload.control.rules import PolicyError
-from host_offload.control.transitions import Transitions
+from host_offload.control.transitions import ArrivingTransitions, Transitions
 from host_offload.memory.placement import ResidentSpec
 from host_offload.memory.tables import Move
 from pallas_kernels.move import Moves, move
@@ -69,6 +69,7 @@ def finish(host: Host) -> None:
     """What was wanted last comes about. What was on the way in steps that failed is known first, or
     nobody would want it again."""
     host.transitions.keep_free = 0
+    host.ends, host.device.lossy = lambda: True, False
     host.run(2)
     while host.unread:
         host.read()
@@ -88,9 +89,13 @@ EVENTS = ["step"] * 5 + ["lost", "fails", "refused", "compact", "read", "line", 
 @given(st.data())
 def test_schedules_are_safe_and_finish(data):
     """Wishes for another high set and another number of slots, more often than either is carried
-    out; steps that never reach the device or whose results are lost, moves that it refuses, several
-    columns, bounds of a step, and versions of which several cells fit into a slot."""
-    host = Host(spec_of(data.draw(st.sampled_from(SHAPES))))
+    out; copies in steps or beside them; steps that never reach the device or whose results are
+    lost, moves that it refuses, several columns, bounds of a step, and versions of which several
+    cells fit into a slot."""
+    make = data.draw(st.sampled_from([Transitions, ArrivingTransitions]))
+    host = Host(spec_of(data.draw(st.sampled_from(SHAPES))), make)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    host.ends = lambda: rng.random() < 0.6
     least, slots = host.where.least_slots(), host.where.slots
     order, aimed = np.arange(host.wanted.size), slots
     for _ in range(data.draw(st.integers(1, 20))):
@@ -161,11 +166,12 @@ def test_experts_give_all_but_the_least_and_get_it_back(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_full_replacement_finishes(shape):
+@pytest.mark.parametrize("make", [Transitions, ArrivingTransitions])
+def test_a_full_replacement_finishes(shape, make):
     """Both pools as full as they get: all high experts change places with low ones (papers.md 2.7,
     item 5)."""
     where = spec_of(shape)
-    replace_all(Host(where), where.capacity[0])
+    replace_all(Host(where, make), where.capacity[0])
 
 
 def replace_all(host: Host, n: int) -> None:
@@ -249,6 +255,22 @@ class FreesUnread(Transitions):
         return super().entries(step, tables, between_layers=between_layers)
 
 
+class PublishesEarly(ArrivingTransitions):
+    """An expert has its new version while bytes of it are still to come."""
+
+    def publish(self, step, ended):
+        super().publish(step, dict.fromkeys(self.flying_places(), True))
+
+
+class GivesBackAtOnce(ArrivingTransitions):
+    """Gives back the old cell when the entry changes, though a step that was dispatched before may
+    read it."""
+
+    def publish(self, step, ended):
+        super().publish(step, ended)
+        self.settle(step, None)
+
+
 class GivesFullSlots(Transitions):
     """Gives away a slot that has a cell in it."""
 
@@ -282,11 +304,31 @@ def test_a_cell_is_reused_only_when_no_dispatched_step_can_read_it():
         shuffle(Host(resident(**WHERE), make=FreesUnread))
 
 
-def test_without_a_mistake_it_passes():
-    host = Host(resident(**WHERE))
+@pytest.mark.parametrize("make", [Transitions, ArrivingTransitions])
+def test_without_a_mistake_it_passes(make):
+    host = Host(resident(**WHERE), make)
+    rng = np.random.default_rng(1)
+    host.ends = lambda: rng.random() < 0.6
     shuffle(host)
     finish(host)
     assert host.transitions.stats()["precision"]["moves"] > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (PublishesEarly, StaleRead, "row"),
+        (GivesBackAtOnce, AssertionError, "can still read what is overwritten"),
+    ],
+)
+def test_a_version_that_is_published_wrongly_is_found(make, error, said):
+    """DynaExq publishes a version when its last byte is there, and frees the old one when no step
+    can read it."""
+    host = Host(resident(**WHERE), make=make)
+    rng = np.random.default_rng(1)
+    host.ends = lambda: rng.random() < 0.6
+    with pytest.raises(error, match=said):
+        shuffle(host)
 
 
 @pytest.mark.slow

@@ -8,14 +8,15 @@ points, then carries out its entries of the stage list.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from host_offload.control.interface import Transition
-from host_offload.control.transitions import Transitions
+from host_offload.control.transitions import ArrivingTransitions, Transitions
 from host_offload.memory.pager import Pager
 from host_offload.memory.placement import ResidentSpec, place
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Copy, Entry, Move, Residency
 from tests.host_offload.control.policy_runs import spec as policy_spec
 
 HIDDEN = 1
@@ -68,6 +69,8 @@ class Device:
         tables |= contents
         tables |= dict(clock=np.zeros(layers, np.int32), victim_weights=np.array([1, 0, 0]))
         self.pager = Pager(Residency(**tables), versions=len(where.record_rows))
+        self.copies: dict[tuple[int, int], Copy] = {}
+        self.lossy, self._count = True, itertools.count()
         self.tags = np.full(where.slots * where.slot_rows, -1)
         for (layer, expert), row in np.ndenumerate(contents["address"]):
             self._write(layer, expert, int(contents["version"][layer, expert]), row)
@@ -81,6 +84,23 @@ class Device:
     def _write(self, layer: int, expert: int, version: int, row: int) -> None:
         record = self.record(layer, expert, version)
         self.tags[row : row + len(record)] = record
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Of each record only the first half is there."""
+        for layer, expert, version, row in copies:
+            self._write(layer, expert, version, row)
+            self.tags[row + 1 : row + self.where.record_rows[version]] = -3
+            self.copies[layer, expert] = Copy(layer, expert, version, row)
+
+    def end_copies(self, ends: Callable[[], bool]) -> dict[tuple[int, int], bool]:
+        """Some of those under way; if `lossy`, every fifth one fails."""
+        due = [at for at in self.copies if ends()]
+        ended = {at: not (self.lossy and next(self._count) % 5 == 4) for at in due}
+        for at, came in ended.items():
+            copy = self.copies.pop(at)
+            if came:
+                self._write(*copy)
+        return ended
 
     def move(self, moves: list[Move]) -> None:
         tables = self.pager.tables
@@ -132,6 +152,8 @@ class Host:
         self.device = Device(where)
         self.wanted = where.start.astype(int)
         self.backwards = False
+        self.ends: Callable[[], bool] = lambda: True
+        """Whether a copy beside the steps ends before the next one."""
         self.number = 0
         self.unread: list[tuple[int, np.ndarray | None, Residency]] = []
         self.readable: dict[int, set[int]] = {}
@@ -197,6 +219,8 @@ class Host:
         self.check()
 
     def _entries(self) -> list[Entry]:
+        if isinstance(self.transitions, ArrivingTransitions):
+            self.transitions.publish(self.number, self.device.end_copies(self.ends))
         entries = self.transitions.entries(self.number, self.device.pager.tables)
         self._move_all()
         self._set(entries)
@@ -221,6 +245,11 @@ class Host:
         self.device.pager.set_tables(self.transitions.changes.contents)
         for layer, _, version, cell in entries:
             self._overwrite(self._rows(int(self.transitions.cell_row[layer, cell]), version))
+        copies = self.transitions.changes.copies
+        for _, _, version, row in copies:
+            self._overwrite(self._rows(row, version))
+        self.device.begin_copies(copies)
+        copies.clear()
         self.check()
 
     def _rows(self, begin: int, version: int) -> range:

@@ -11,7 +11,7 @@ import pytest
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
-from moejax import LLM, SamplingParams
+from moejax import LLM, SamplingParams, UserError
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
 from tests.moejax.engine.test_control import FakeRunner, step_record
 
@@ -113,6 +113,71 @@ def test_a_move_that_is_forgotten_is_found(monkeypatch):
             llm.generate(PROMPT, LONG)
         llm.generate(PROMPT, LONG)
         assert "the bytes of a resident expert differ" in " ".join(faults(llm))
+
+
+ARRIVAL: dict[str, Any] = OPTIONS | dict(
+    precision=OPTIONS["precision"] + ",publish=arrival",
+    transfers="queue,rate=30MB/s,chunk_bytes=16KiB",
+)
+
+
+def watch_copies(monkeypatch, llm: LLM) -> list[int]:
+    """Every decode step looks where its entries point; returns, for each, how many cells were being
+    written meanwhile."""
+    runner, beside = llm.engine.runner, []
+    decode = runner.decode
+
+    def watched(*args, **kwargs):
+        queue = runner.transport.queue
+        assert queue is not None
+        written = {each.transfer.cell for each in queue.observe().flying}
+        held = set(np.asarray(runner.tables.address).ravel().tolist())
+        assert held.isdisjoint(written), "an entry points to bytes that are still to come"
+        beside.append(len(written))
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "decode", watched)
+    return beside
+
+
+@pytest.mark.slow
+def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch):
+    """DynaExq's handle changes after the last byte: over a slow link experts keep their old version
+    through many steps. Planted: one that takes the new version at once."""
+    with LLM("demo", **ARRIVAL) as llm:
+        beside = watch_copies(monkeypatch, llm)
+        waited = -waits_of(llm)
+        for _ in range(3):
+            llm.generate(PROMPT, LONG)
+            waited += waits_of(llm)
+            assert faults(llm) == []  # which waits
+            waited -= waits_of(llm)
+        said = llm.stats()["precision"]
+        waited += waits_of(llm)
+        assert said["promotions"] > 8 and said["publish"] == "arrival"
+        assert waited == 0 and sum(map(bool, beside)) > 8
+        monkeypatch.setattr(
+            llm.engine.runner, "ended_copies", lambda: dict.fromkeys(places(llm), True)
+        )
+        others = ["12 + 30 = 42, 42 + 8 =", "def add(a, b):", "She had never seen the sea"]
+        with pytest.raises(AssertionError, match="bytes that are still to come"):
+            llm.generate(others, LONG)
+
+
+def waits_of(llm: LLM) -> float:
+    return llm.stats()["transfers"]["wait_seconds"]
+
+
+def places(llm: LLM) -> set[tuple[int, int]]:
+    control: Any = llm.engine.control
+    return control.controller.transitions.flying_places()
+
+
+def test_versions_arrive_by_a_queue():
+    with pytest.raises(
+        UserError, match=r"publish=arrival without a queue: .*add transfers='queue'"
+    ):
+        LLM("demo", **{**ARRIVAL, "transfers": "ops"})
 
 
 def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
