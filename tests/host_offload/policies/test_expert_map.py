@@ -4,9 +4,11 @@ over them (checkable properties of the paper: ../shared/papers.md, 4.7)."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,11 @@ from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
 from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
-from host_offload.policies.prefetch.expert_map.map_matcher import AsynchronousMatcher
+from host_offload.policies.prefetch.expert_map.map_matcher import (
+    AsynchronousMatcher,
+    MapMatcher,
+    Published,
+)
 from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     empty_store,
@@ -355,6 +361,49 @@ def test_inference_waits_for_no_search_and_a_late_one_is_counted(trace, told):
     state, decision = policy.decide(state, moment(Moment.ROUTED, [4], 1, 1))
     assert set(wanted(decision)) == experts(2, 4)
     assert policy.stats(state)["searches"] == LAYERS + 1 + 3
+
+
+def test_searches_beside_inference_take_none_of_its_process(told):
+    """A thread would: NumPy's calls for a search hold the interpreter's lock between products."""
+    rng = np.random.default_rng(0)
+    maps = rng.random((LAYERS, 20_000, EXPERTS), np.float32)
+    store = store_rows(rng.random((20_000, 256), np.float32), maps.swapaxes(0, 1))
+    begun = MapMatcher(store, store.trajectory(0), 20_000, 2, False)
+    rows = rng.random((4, 256), np.float32)
+    searches = [Published(Moment.EMBEDDED, step, -1, rows, None) for step in range(12)]
+    used = -time.process_time()
+    want = [begun.see(seen)[1] for seen in searches]
+    used += time.process_time()
+    matcher = AsynchronousMatcher(begun)
+    matcher.wait()
+    beside, found = -time.process_time(), []
+    for seen in searches:
+        matcher.publish(seen)  # pyright: ignore[reportArgumentType]  the fields that it reads
+        matcher.wait()
+        found += matcher.take_found()
+    beside += time.process_time()
+    assert len(found) == len(want)
+    for one, other in zip(found, want, strict=True):
+        assert one.step == other.step and np.array_equal(one.likely, other.likely)
+    assert beside < used / 3
+    process = matcher._process
+    del matcher
+    gc.collect()
+    assert process.wait(10) == 0
+
+
+def test_a_search_that_fails_beside_inference_says_so(trace, told):
+    matcher = asynchronous(trace).init(told).matcher
+    assert isinstance(matcher, AsynchronousMatcher)
+    matcher.publish(dataclasses.replace(moment(Moment.EMBEDDED, [4]), embedding=None))
+    matcher.wait()
+    with pytest.raises(TypeError, match="NoneType"):
+        matcher.take_found()
+    matcher._process.kill()
+    matcher.publish(moment(Moment.EMBEDDED, [4], step=1))
+    matcher.wait()
+    with pytest.raises(RuntimeError, match="map searches ended with status -9"):
+        matcher.take_found()
 
 
 def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_path):

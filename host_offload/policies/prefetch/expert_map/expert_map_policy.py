@@ -100,8 +100,8 @@ class ExpertMap(MapPolicy):
     """
 
     asynchronous: bool = False
-    """True: searches run on a thread, and inference never waits for them. Results are used from the
-    next moment on, so decisions depend on times; see policies.recorded."""
+    """True: searches run in another process, and inference never waits for them. Results are used
+    from the next moment on, so decisions depend on times; see policies.recorded."""
     pool: bool = True
     """True: all layers share one pool of cells, the paper's cache; False: each layer has its
     own."""

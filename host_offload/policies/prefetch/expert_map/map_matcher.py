@@ -1,10 +1,17 @@
-"""Searches expert maps for a step, in the thread of inference or in another one."""
+"""Searches expert maps for a step, in the thread of inference or in another process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +51,7 @@ class MapMatcher:
     distance: int
     learns: bool
 
-    def see(self, seen: Observation) -> tuple[MapMatcher, MapPrediction | None]:
+    def see(self, seen: Observation | Published) -> tuple[MapMatcher, MapPrediction | None]:
         """The matcher after a moment, and its prediction. It must see EMBEDDED and ROUTED, and
         learns at STEP_END; other moments may be skipped."""
         store = self.store
@@ -80,26 +87,50 @@ class MapMatcher:
         return self.store.size
 
 
+class Published(NamedTuple):
+    """The fields of an Observation that a matcher reads, as they go to another process."""
+
+    moment: Moment
+    step: int
+    layer: int
+    embedding: Any
+    probs: Any
+
+
 class AsynchronousMatcher:
-    """A matcher on its own thread (fMoE, section 4.3, "Asynchronous expert map matching").
+    """A matcher in a process of its own (fMoE, section 4.3, "Asynchronous expert map matching"), so
+    that its Python takes neither a thread of inference nor the lock of its interpreter.
 
     It sees moments in the order in which they are published. A search for a step that has already
-    been followed by another one is skipped, since nothing can use it. The thread ends with the
-    matcher.
+    been followed by another one is skipped, since nothing can use it. The process ends with the
+    matcher. Until it has started, searches are late.
     """
 
     def __init__(self, matcher: MapMatcher):
-        self._matcher, self._newest = matcher, -1
+        self.nbytes, self.size, self._newest = matcher.nbytes, matcher.size, -1
+        call = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        call += f"from {__name__} import answer_searches; answer_searches()"
+        # In a group of its own: Ctrl-C is for this process, with which the other one ends.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", call, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        weakref.finalize(self, _end, self._process)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="expert-map")
+        """Waits for the other process."""
         self._pending: list[Future[MapPrediction | None]] = []
         self.left_out = 0
         """Searches that were skipped."""
+        self._pending.append(self._thread.submit(self._send, matcher))
 
     def publish(self, seen: Observation) -> None:
-        """Gives a moment to the thread and returns at once. Arrays are kept, not copied."""
+        """Gives a moment to the other process and returns at once. Arrays are kept until then."""
         if seen.moment in IN_STEP:
             self._newest = max(self._newest, seen.step)
-        self._pending.append(self._thread.submit(self._see, seen))
+        kept = Published(*(getattr(seen, name) for name in Published._fields))
+        self._pending.append(self._thread.submit(self._see, kept))
 
     def take_found(self) -> list[MapPrediction]:
         """The predictions of searches that ended since the last call, in order, without waiting.
@@ -115,17 +146,50 @@ class AsynchronousMatcher:
         for future in self._pending:
             future.exception()
 
-    @property
-    def nbytes(self) -> int:
-        return self._matcher.nbytes
-
-    @property
-    def size(self) -> int:
-        return self._matcher.size
-
-    def _see(self, seen: Observation) -> MapPrediction | None:
+    def _see(self, seen: Published) -> MapPrediction | None:
         if seen.moment in IN_STEP and seen.step < self._newest:
             self.left_out += 1
             return None
-        self._matcher, prediction = self._matcher.see(seen)
+        self._send(seen)
+        assert self._process.stdout is not None
+        try:
+            answer = pickle.load(self._process.stdout)
+        except EOFError:
+            status = self._process.wait()
+            raise RuntimeError(f"the process of map searches ended with status {status}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        prediction, self.nbytes, self.size = answer
         return prediction
+
+    def _send(self, value: MapMatcher | Published) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its answer says so
+            pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
+            self._process.stdin.flush()
+
+
+def answer_searches() -> None:
+    """Runs the process of an AsynchronousMatcher: reads the matcher and what it sees, and answers
+    each with (prediction, bytes, maps) or an error."""
+    source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    matcher: MapMatcher = pickle.load(source)
+    while True:
+        try:
+            seen: Published = pickle.load(source)
+        except EOFError:
+            return
+        try:
+            matcher, prediction = matcher.see(seen)
+            answer: Any = prediction, matcher.nbytes, matcher.size
+        except Exception as error:
+            answer = error
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # Closes its input, at whose end it ends.
+    with contextlib.suppress(BrokenPipeError), process:
+        pass
