@@ -1,7 +1,8 @@
 """Random workloads through the embedded model, every invariant checked, answers against solo runs.
 
 python -m scripts.check fuzz --steps 50000 [--seed 0] [--check-every 4]
-                             [--link-rate 4GB/s] [--store both] [--family ARCHITECTURE]
+                             [--link-rate 4GB/s] [--store both]
+                             [--model DIR | --family ARCHITECTURE]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -19,8 +20,8 @@ compared up to there, and no others; prefetches are tried again. --store both: e
 numbers read experts from files, the others from memory. The last line counts what was put in the
 way.
 
---family takes a small random model of that architecture in place of the demo, for example
-Qwen3NextForCausalLM, whose layers keep states.
+--model takes another model than the demo, --family a small random model of that architecture, for
+example Qwen3NextForCausalLM, whose layers keep states.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
 failure prints the command that runs that episode again, and exits with status 1.
@@ -713,7 +714,7 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
     transfers, drafts = queue if stated else None, {"method": "ngram"}
     given = {"dtype": args.dtype, "transfers": transfers, "speculative_config": drafts, **SMALL}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
-    model = Path(model_directory("demo"))
+    model = Path(model_directory(args.model))
     if args.family is not None:
         model = random_family(folder / "family", args.family, model)
     if args.store in ("memory", "both"):
@@ -788,6 +789,7 @@ def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:
 def asked(args: argparse.Namespace) -> str:
     """The options that decide what an episode is, as they are written."""
     names = (
+        "model",
         "family",
         "dtype",
         "store",
@@ -830,7 +832,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="check the device's tables and bytes every K steps (default: %(default)s)",
     )
-    add("--family", metavar="ARCHITECTURE", help="of a small random model (default: the demo)")
+    add("--model", default="demo", metavar="DIR", help="(default: %(default)s)")
+    add("--family", metavar="ARCHITECTURE", help="of a small random model (default: --model)")
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
     add(
         "--store",
