@@ -167,7 +167,7 @@ class Control:
 
     def looks_at(self, moment: Moment) -> bool:
         """Whether between_layers has something to do at a moment inside the running step."""
-        return moment in self.controller.moments or self._more
+        return self._more or self.controller.is_asked(moment)
 
     def between_layers(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None

@@ -141,6 +141,12 @@ class Seat:
         self.intervals = 0
         self.counts: np.ndarray | None = None
 
+    @property
+    def active(self) -> frozenset[Moment]:
+        """The moments at which the policy wants to be asked now."""
+        active = getattr(self.policy, "active", None)
+        return self.policy.moments if active is None else active(self.state)
+
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
         if moment not in self._observed:
@@ -259,6 +265,12 @@ class Controller:
         """The staging that passes cells from layer to layer, if all cells are one pool; else
         None."""
         return self.staging if isinstance(self.staging, PooledStaging) else None
+
+    def is_asked(self, moment: Moment) -> bool:
+        """Whether a policy wants to be asked at the moment now."""
+        if self.pool is not None and moment == Moment.EXPERTS_BEGIN:
+            return True
+        return any(moment in seat.active for seat in self._seats)
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """Returns the fields that policies need at these moments."""
@@ -439,7 +451,7 @@ class Controller:
 
     def _ask_all(self, shown: Shown) -> None:
         for seat in self._seats:
-            if shown.moment in seat.policy.moments:
+            if shown.moment in seat.active:
                 self._ask(seat, shown)
 
     def _ask(self, seat: Seat, shown: Shown) -> None:

@@ -330,6 +330,8 @@ class Decision:
     """Most sequences that run at once."""
     map_rows: MapRows | None = None
     """Rows for the store of expert maps that steps search, from a policy with `search`."""
+    note: str | None = None
+    """Why, in one line for people: the log and the trace have it."""
 
 
 WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
@@ -339,7 +341,7 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Four more attributes are optional:
+    Five more attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy
@@ -348,6 +350,7 @@ class Policy(Protocol):
       layers, by the same key, is evicted. Only with driver="host".
     - `search`: a MapSearch: decode steps choose transfers themselves, by expert maps that the
       policy writes. Only with driver="device".
+    - `active(state)`: those of its moments at which it wants to be asked now; without it, all.
     """
 
     @property

@@ -335,6 +335,12 @@ def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
     return bool(value)
 
 
+def _note(value: Any, spec: Spec | None, refuse: Refuse) -> str:
+    if not isinstance(value, str) or "\n" in value:
+        raise refuse(f"must be one line of text, not {value!r}")
+    return value
+
+
 def _of_active(most: int, dtype: type) -> Callable[[Any, Spec, Refuse], np.ndarray]:
     """Returns the check of a field with a value from 0 to `most` for each active expert."""
     return lambda value, _, refuse: _array(value, np.shape(value)[:1], 0, most, dtype, refuse)
@@ -412,6 +418,7 @@ def _map_rows(value: Any, spec: Spec, refuse: Refuse) -> MapRows:
 
 _CHECKS: dict[str, Callable[..., Any]] = {
     "map_rows": _map_rows,
+    "note": _note,
     "victim_weights": _victim_weights,
     "prior": _prior,
     "fill_version": _fill_version,

@@ -67,7 +67,8 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
 
 
 class Pager:
-    """Owns tables and pages experts in them, all layers in one call or layer by layer.
+    """Owns tables and pages experts in them, all layers in one call or layer by layer. In one call
+    layers may have victim weights of their own, int32[3, L, 1].
 
     - `versions`: number of versions.
     """
@@ -197,7 +198,7 @@ class Pager:
         that cannot be taken are last, as −1."""
         owner = table.owner
         # A term of weight zero needs no logarithm.
-        recency, frequency, prior = table.victim_weights.tolist()
+        recency, frequency, prior = (table.victim_weights != 0).reshape(3, -1).any(axis=1)
         key = victim_key(
             table.clock[:, None] - table.last_used if recency else np.int32(1),
             np.take_along_axis(table.frequency, owner, 1) if frequency else np.int32(0),

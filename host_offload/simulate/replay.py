@@ -14,6 +14,7 @@ from host_offload.control.rules import name_of
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.prefetch.prefetch_names import with_prefetch
+from host_offload.simulate.auto import auto_of
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.traces.reader import Trace
@@ -45,6 +46,8 @@ def replay(
             "simulate"
         )
     settings = trace.header.spec
+    if settings.get("auto") is not None:
+        policies = (*policies, auto_of(settings["auto"]))
     policies = with_prefetch(prefetch or settings.get("prefetch"), policies)
     policies = with_placement(settings.get("placement"), policies)
     said = settings.get("eviction")

@@ -18,7 +18,7 @@ from host_offload.control.paging import PagedSpec, read_paged
 from host_offload.control.rules import check_policies, check_search, gives_away
 from host_offload.memory.pager import resident_tables
 from host_offload.memory.placement import ResidentSpec, read_resident
-from host_offload.memory.tables import cold_tables
+from host_offload.memory.tables import Residency, cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
 from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.prefetch.fitted import check_fitted
@@ -86,6 +86,7 @@ def simulate(
     cells: int | Sequence[int] | np.ndarray | PagedSpec | None = None,
     driver: str | None = None,
     spec: Spec | None = None,
+    tables: Residency | None = None,
     budgets: Sequence[BudgetMove] | None = None,
     costs: Costs | None = None,
     listener: Callable[[Event], None] | None = None,
@@ -102,6 +103,7 @@ def simulate(
     - `driver`: `device` or `host`, which has moments between layers; None: the trace's.
     - `spec`: what policies are told, for `router` and for a trace that does not say it (a converted
       one).
+    - `tables`: of the device, which the run changes; None: cold ones, as `cells` says.
     - `budgets`: the budget carried out before each step, in the form of Trace.budgets.
     - `costs`: what policies are told of costs; None: the spec's.
     - `listener`: called with each event of the Controller.
@@ -134,6 +136,8 @@ def simulate(
     granted = _cells(header, cells)
     if not any(policy.moments for policy in policies):
         device = _device_of_weights(header, policies, granted, spec, as_in_trace=cells is None)
+        if tables is not None:
+            device.tables = tables._replace(victim_weights=device.tables.victim_weights)
         return _gather(trace, _steps_without_control(trace, device, budgets or ()), None, watcher)
     spec = spec or spec_of(header)
     if cells is not None:
@@ -154,6 +158,8 @@ def simulate(
         )
     weights, sizes = EVICTION["lru"], spec.link_bytes
     device = _device(granted, spec.resident, weights, spec.cell_bound, sizes)
+    if tables is not None:
+        device.tables = tables
     engine = SimulatedEngine(trace, device, controller, budgets, clock)
     return _gather(trace, engine.run(trace.step_traces()), controller, watcher)
 

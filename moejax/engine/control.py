@@ -21,6 +21,12 @@ from moejax.step.step_parts import StepSpec
 from moejax.step.walk import Hooks
 from pallas_kernels.stage import Entries
 
+_LATER = {
+    Moment.EMBEDDED: (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN),
+    Moment.ROUTED: (Moment.EXPERTS_BEGIN,),
+}
+"""Moments that see what hooks take at an earlier one."""
+
 
 class LayerHooks:
     """moejax.step.walk.Hooks of one step, for the policies of a Control."""
@@ -33,6 +39,8 @@ class LayerHooks:
         self._routing: LayerRouting | None = None
 
     def __call__(self, moment: Moment, layer: int, known: Any) -> Entries | None:
+        if not any(map(self._control.looks_at, (moment, *_LATER.get(moment, ())))):
+            return None
         if moment == Moment.EMBEDDED and "embedding" in self._needs:
             self._rows = self._rows._replace(embedding=np.asarray(known)[self._place])
         if moment == Moment.ROUTED:

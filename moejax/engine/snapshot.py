@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.arena import SlotClass
+from host_offload.simulate.auto import describe_choice
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.engine.step_work import ScheduledWork, Step, placed_rows
@@ -84,6 +85,7 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
     - `resident`: for each layer × E + expert, 1 + the version that is in a cell, else 0.
     - `chosen`: for each layer × E + expert, the tokens that chose it since the start.
     - `time`: when it was taken, in seconds.
+    - `policy`: what `policy="auto"` runs and why, else null.
     - Counters since the start, times in seconds, and what waits and runs.
     """
     runner, scheduler, statistics = engine.runner, engine.scheduler, engine.statistics
@@ -125,5 +127,6 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
             "activations": statistics.paging["active"],
             "hits": statistics.paging["hits"],
             "bytes": sum(statistics.moved.values()),
+            "policy": describe_choice(engine.control),
             "wait_seconds": None if totals is None else totals.wait_seconds,
         }

@@ -19,6 +19,7 @@ import numpy as np
 
 from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
+from host_offload.simulate.auto import describe_choice
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
@@ -54,6 +55,7 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.serve.kept_kv import KeptKV, require_writable
+from moejax.start.auto import keep_learned
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
 from moejax.start.decide.store_choice import by_copies, estimate_arrays, store_builder
@@ -498,7 +500,8 @@ class LLM:
         `print` shows it."""
         with self._hold() as engine, engine.undisturbed():
             found = explain(engine, self.plan.budget)
-        return dataclasses.replace(found, notes=(*found.notes, *self._notes))
+            chosen = () if (why := describe_choice(engine.control)) is None else (why,)
+        return dataclasses.replace(found, notes=(*found.notes, *self._notes, *chosen))
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
@@ -511,6 +514,7 @@ class LLM:
         try:
             if self.engine.control is not None:
                 self.engine.control.controller.finish()
+                keep_learned(self.plan, self.engine.control.controller.stats())
             if self._tracer is not None:
                 self._tracer.close()
             if self._kept_kv is not None:

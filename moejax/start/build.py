@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from host_offload.control.control import Control
-from host_offload.control.controller import Controller, Event
+from host_offload.control.controller import Controller, Decided, Event
 from host_offload.control.rules import search_of
 from host_offload.memory.arena import ArenaError, SlotArena
 from host_offload.memory.budget import ArenaTooSmall
@@ -19,6 +19,7 @@ from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
+from host_offload.simulate.auto import Auto
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
 from moejax.engine.drafts import Drafts, NgramDrafts
@@ -29,6 +30,7 @@ from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import UserError, fallbacks, user_errors
+from moejax.start.auto import with_auto
 from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
@@ -184,7 +186,8 @@ def probe_plan(
         costs = step_costs(
             alone, lambda: make_runner(alone, loaded, device, slots=slots, bound=bound)
         )
-    return dataclasses.replace(decide(settings, model, facts, costs), kernels=kernels)
+    plan = dataclasses.replace(decide(settings, model, facts, costs), kernels=kernels)
+    return with_auto(plan)
 
 
 def make_runner(
@@ -256,6 +259,8 @@ def _engine(
     tracer: Tracer | None = None
 
     def record_event(event: Event) -> None:
+        if isinstance(event, Decided) and event.decision.note is not None:
+            log.info("policy %s, step %d: %s", event.policy, event.step, event.decision.note)
         if tracer is not None:
             tracer.event(event)
 
@@ -384,6 +389,7 @@ def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
         "model": str(options.model.model),
         "eviction": settings.eviction,
         "prefetch": options.policy.prefetch,
+        "auto": next((p.said for p in settings.policies if isinstance(p, Auto)), None),
         "placement": _placement(plan),
         "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
         "cache_aware_routing": plan.steps.cache_aware,

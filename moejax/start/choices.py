@@ -57,6 +57,15 @@ class Settings:
         asked = any("costs" in policy.needs for policy in self.policies)
         return asked or self.options.policy.cells.split is not None
 
+    @property
+    def prefetch_arms(self) -> tuple[str, ...]:
+        """The prefetches among which `policy="auto"` may choose: where the driver has their moments
+        and nothing else decides eviction or prefetch."""
+        policy, driver = self.options.policy, self.options.transfer.driver.name
+        free = policy.policy == "auto" and policy.eviction is policy.prefetch is None
+        alone = len(self.policies) == 1 and len(self.precision.versions) == 1
+        return ("fate", "mixtral-offloading") if free and alone and driver == "host" else ()
+
     def budget_stats(self) -> dict[str, Any]:
         """The rules that divide memory between experts and KV, as plain data."""
         policy = self.options.policy

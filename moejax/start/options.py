@@ -223,6 +223,13 @@ class PolicyOptions:
         type=float,
         metavar="DELTA",
     )
+    policy: str | None = same_bits(
+        "auto: while requests run, the engine prices evictions by predicted times, corrected by "
+        "measured ones, and changes to a cheaper one (docs/explanation/policies.md; default: none, "
+        "what the other options say)",
+        default=None,
+        convert=optional(_word("policy", "auto")),
+    )
     policies: Sequence[Policy] = changes_bits(
         "policies of your own (docs/extending/write_a_policy.md); one that writes victim_weights "
         "replaces eviction",

@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "placement": (None, None, "fiddler", "greedy,per_token=1ms,startup=1ms,load=1ms"),
     "prefetch": (None, "random", "moe-infinity", "fate", "coactivation", "layer-streaming"),
     "eviction": ("lru", "lfu", "lfru", "fifo", "global-lru"),
+    "policy": (None, "auto"),
     "cells": ("uniform", "marginal"),
     "resize": ("none", "none", "peak_headroom", "right_size", "mv_wsa", "joint"),
     "swap_space": ("64MiB", "0"),

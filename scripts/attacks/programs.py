@@ -142,6 +142,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "kv_overflow": ("recompute",),
     "enable_prefix_caching": ("false",),
     "eviction": ("lfu", "fifo", "global-lru"),
+    "policy": ("auto",),
     "prefetch": ("random",),
     "placement": ("fiddler,per_token=1ms,startup=1ms,load=1ms",),
     "cache_aware_routing": ("0.1",),

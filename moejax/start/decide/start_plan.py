@@ -171,6 +171,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             shared_kib=device.shared_kib,
         )
     needs = TRACE_ARRAYS & {need for policy in settings.policies for need in policy.needs}
+    if settings.prefetch_arms and not config.routes_apart:
+        needs |= {"gate_input"}
     drafts = options.runtime.speculative_config is not None
     steps = StepSpec(
         device_kind=device.kind,

@@ -306,6 +306,7 @@ function take(snapshot) {
   const needed = now.activations - (before?.activations ?? now.activations);
   rates.push(needed ? (now.hits - before.hits) / needed : null);
   rates = rates.slice(-KEPT);
+  by("policy").textContent = now.policy ?? "";
   by("state").textContent = now.running ? "running" : "idle";
   if (document.activeElement !== by("split")) {
     const cells = now.cells_per_layer.reduce((sum, each) => sum + each, 0);

@@ -1,0 +1,512 @@
+"""`policy="auto"`: chooses among arms by predicted times that measured ones correct.
+
+An arm is an eviction, with `+split` also a split of memory by need (KV keeps its recent peak and a
+tenth, experts have the rest), or a prefetch with its eviction. A window of decode steps prices the
+arms: seconds of computing and of moves, both corrected by the window's measured times. `choose_arm`
+then decides, a pure function. The same steps with the same times give the same choices, so a replay
+of a trace repeats them.
+
+Evictions have shadows: tables that follow what steps route as if that arm ran. With a prefetch
+among the arms, which needs what routers read, a window is simulated under each arm instead, from
+its first residents on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.control import Control
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Policy,
+    Spec,
+    routed_counts,
+)
+from host_offload.control.step_record import StepRecord
+from host_offload.memory.budget import cells_per_layer
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Residency, cold_tables
+from host_offload.policies.eviction.eviction_names import with_eviction
+from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
+from host_offload.simulate.recent import PLACES, ROWS, predict_recent, record_of, tables_of
+from host_offload.simulate.timeline import Link
+from host_offload.sizing.cost_model import CostModel
+from host_offload.sizing.split import Division, division_of, peak_headroom
+
+NAME = "auto"
+SPLIT = "+split"
+EVICTIONS = ("lru", "lfu", "lfru")
+KEEP = 0.5
+"""Weight of the earlier correction beside that of a window."""
+OUTLIER = 4.0
+"""A step that took longer than so many medians of its window was disturbed and does not count."""
+EAGER, SELDOM = 4, 8
+"""Windows after a switch that follow at once, and of how many later ones one is taken: following
+the shadows takes a tenth of a small model's step."""
+CHANGE = 0.25
+"""By how much the misses of steps between windows change if the load does."""
+PEAKS, HEADROOM, DEAD = 16, 0.1, 2
+"""Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
+each layer."""
+
+
+class Prices(NamedTuple):
+    """What a choice is made from, by arm."""
+
+    step_s: tuple[float, ...]
+    """Seconds of a decode step."""
+    switch_s: tuple[float, ...]
+    """Seconds to bring the experts that the arm would hold and the present one does not."""
+    current: int
+
+
+def choose_arm(prices: Prices, *, horizon: int, margin: float) -> int:
+    """Returns the arm to run next: the cheapest, if it is `margin` cheaper than the present one and
+    gains more within `horizon` steps than the switch costs; else the present one."""
+    best = int(np.argmin(prices.step_s))
+    now, then = prices.step_s[prices.current], prices.step_s[best]
+    pays = (now - then) * horizon > prices.switch_s[best]
+    return best if pays and then < now * (1 - margin) else prices.current
+
+
+def correct(
+    seconds: np.ndarray, compute: np.ndarray, moves: np.ndarray, before: tuple[float, float]
+) -> tuple[float, float]:
+    """Returns measured over predicted time of computing and of moves: the least squares of a window
+    of steps, drawn towards the ratios `before`, since in some windows all steps miss alike.
+
+    - `seconds`, `compute`, `moves`: float64[n], measured times and predicted parts.
+    """
+    kept = seconds <= OUTLIER * np.median(seconds)
+    seconds, compute, moves = seconds[kept], compute[kept], moves[kept]
+    parts = np.stack([compute, moves])
+    square = parts @ parts.T
+    own = np.diag(square)
+    if not own.all():  # without misses nothing is known about them
+        return float(seconds.sum() / compute.sum()), before[1]
+    found = np.linalg.solve(square + KEEP * np.diag(own), parts @ seconds + KEEP * own * before)
+    least = np.maximum(found, 0.05 * np.array(before))
+    return float(least[0]), float(least[1])
+
+
+class Sample(NamedTuple):
+    """A decode step of a window."""
+
+    seconds: float
+    compute_s: float
+    missed: int
+    fills: np.ndarray
+    """int64[A]: experts that each arm's shadow missed."""
+    record: StepRecord | None
+    """With a prefetch among the arms."""
+
+
+class Priced(NamedTuple):
+    """A window of n steps. Seconds as predicted."""
+
+    compute_s: np.ndarray
+    """float64[n]"""
+    moves_s: np.ndarray
+    """float64[n], under the present arm."""
+    arms_s: np.ndarray
+    """float64[A], mean seconds of moves in a step under each arm."""
+    differ: np.ndarray
+    """int64[A], experts that each arm holds at the end and the present one does not."""
+
+
+class Watched(NamedTuple):
+    """State of Auto."""
+
+    spec: Spec
+    arm: int
+    inner: tuple[Any, ...]
+    """States of the present arm's policies."""
+    shadows: Residency
+    """Tables of A·L layers, one arm after the other."""
+    division: Division
+    cap: int
+    """Cells of each layer with a split by need."""
+    peaks: tuple[int, ...] = (0,)
+    """Most KV pages in use in each of the last windows, the present one last."""
+    kv_pages: tuple[int, int] = (-1, -1)
+    """Of the first and the last step; −1: unknown."""
+    window: tuple[Sample, ...] = ()
+    tables: Residency | None = None
+    """Before the window, with a prefetch among the arms."""
+    ratios: tuple[float, float] = (1.0, 1.0)
+    """Measured over predicted seconds of computing and of moves."""
+    seconds: float = 0.0
+    """When the step before was read."""
+    windows: int = 0
+    """Since the last switch."""
+    rest: int = 0
+    """Decode steps until the next window begins."""
+    missed: tuple[float, float] = (0.0, 0.0)
+    """Misses a step: of the last window, and lately."""
+    switches: int = 0
+    switched: int = 0
+    """Experts that the switches moved, as predicted."""
+    prices: tuple[float, ...] = ()
+    said: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Runs one of several arms, and another one when that pays."""
+
+    cells: tuple[int, ...]
+    """Of each layer."""
+    costs: CostModel
+    link: Link | None = None
+    """Of a queue; None: steps move experts themselves."""
+    arms: tuple[str, ...] = EVICTIONS
+    """The first one runs at the start."""
+    ratios: tuple[float, float] = (1.0, 1.0)
+    """Corrections that an earlier run learned."""
+    source: str = "stated"
+    """Where the predicted times are from."""
+    window: int = 16
+    """Decode steps from which arms are priced."""
+    horizon: int = 512
+    """Decode steps for which a choice is expected to hold."""
+    margin: float = 0.02
+    """Share by which another arm must be cheaper."""
+    forced: int | None = None
+    """Seed of choices at random, for tests; None: by prices."""
+    bare: bool = False
+    """Whether steps say what they route and nothing else, as in generated traces."""
+
+    policy_name: str = NAME
+
+    @functools.cached_property
+    def policies(self) -> tuple[tuple[Policy, ...], ...]:
+        """Of each arm."""
+        return tuple(policies_of(arm) for arm in self.arms)
+
+    @functools.cached_property
+    def ahead(self) -> bool:
+        """Whether an arm fetches experts ahead of need."""
+        return any(arm in PREFETCH for arm in self.arms)
+
+    @functools.cached_property
+    def _members(self) -> tuple[frozenset[Moment], frozenset[str], frozenset[str]]:
+        """Moments, needs and writes."""
+        needs, writes = {"ids", "phase", "missed"}, {"victim_weights", "note"}
+        if not self.bare:
+            needs |= {"bucket", "compiled", "waiting", "waiting_tokens"}
+            needs |= {"kv_used", "kv_swapped", "kv_pages"}
+        if self.ahead:
+            needs |= ROWS | PLACES
+        if any(SPLIT in arm for arm in self.arms):
+            writes |= {"cells", "kv_pages"}
+        every = [policy for each in self.policies for policy in each]
+        return (
+            frozenset({Moment.STEP_END}).union(*(policy.moments for policy in every)),
+            frozenset(needs).union(*(policy.needs for policy in every)),
+            frozenset(writes).union(*(policy.writes for policy in every)),
+        )
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        return self._members[0]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self._members[1]
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return self._members[2]
+
+    @property
+    def victim_weights(self) -> tuple[int, int, int]:
+        return self._weights(0)
+
+    def _weights(self, arm: int) -> tuple[int, int, int]:
+        return next(w for p in self.policies[arm] if (w := getattr(p, "victim_weights", None)))
+
+    @functools.cached_property
+    def fill_s(self) -> float:
+        """Predicted seconds of a miss."""
+        if self.link is not None:
+            return self.link.latency + self.costs.expert_bytes / self.link.rate
+        return float(self.costs.costs().fill @ [1, self.costs.expert_bytes])
+
+    @functools.cached_property
+    def step_s(self) -> dict[int, float]:
+        """Rows of a decode executable → predicted seconds with every expert resident."""
+        return dict(self.costs.costs().step_s)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The settings as JSON gives them back, for `auto_of`."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found["costs"] = self.costs.to_json()
+        found["link"] = self.link and dataclasses.asdict(self.link)
+        return json.loads(json.dumps(found))
+
+    def init(self, spec: Spec) -> Watched:
+        """Empty shadows, and the first arm. Raises SplitError if KV's floor does not fit."""
+        weights = np.array([self._weights(arm) for arm in range(len(self.arms))], np.int32)
+        shadows = cold_tables(np.tile(self.cells, len(self.arms)), spec.experts)
+        of_layer = np.repeat(weights.T, spec.layers, axis=1)[:, :, None]
+        shadows = shadows._replace(victim_weights=of_layer)
+        said = f"{self.arms[0]}: the start, {self.source} costs"
+        division, cap = division_of(spec), min(self.cells)
+        inner = tuple(policy.init(spec) for policy in self.policies[0])
+        return Watched(spec, 0, inner, shadows, division, cap, ratios=self.ratios, said=said)
+
+    def active(self, state: Watched) -> frozenset[Moment]:
+        """The moments of the present arm."""
+        moments = (policy.moments for policy in self.policies[state.arm])
+        return frozenset({Moment.STEP_END}).union(*moments)
+
+    def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        state, asked = self._ask(state, seen)
+        if seen.moment != Moment.STEP_END:
+            return state, asked
+        state, own = self._end_step(state, seen)
+        said = {name: value for name, value in vars(own).items() if value is not None}
+        # The policies of an arm that ends have nothing more to say.
+        return state, own if own.note else dataclasses.replace(asked, **said)
+
+    def _ask(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        """Asks the present arm's policies."""
+        states, said = list(state.inner), dict[str, Any]()
+        for i, policy in enumerate(self.policies[state.arm]):
+            if seen.moment in policy.moments:
+                states[i], decision = policy.decide(states[i], seen)
+                said |= {name: value for name, value in vars(decision).items() if value is not None}
+        return state._replace(inner=tuple(states)), Decision(**said)
+
+    def _end_step(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        took = seen.seconds - state.seconds
+        state = state._replace(seconds=seen.seconds)
+        if not self.bare:
+            state = self._watch_kv(state, seen)
+        decoded = bool(seen.phase.all()) and len(seen.phase) > 0
+        short = SPLIT in self.arms[state.arm] and _is_short(state.division, seen)
+        if state.rest:
+            state = self._wait(state, int(seen.missed.sum())) if decoded else state
+            return self._fit_kv(state, seen, short) if short else (state, Decision())
+        if self.ahead and state.tables is None:  # the window begins with the next step
+            return state._replace(tables=tables_of(seen)), Decision()
+        fills = np.zeros(len(self.arms), np.int64)
+        if not self.ahead:
+            shadows, fills = self._follow(state, seen.ids)
+            state = state._replace(shadows=shadows)
+        if decoded and not seen.compiled:  # None in a bare step
+            compute = self._compute_s(len(seen.ids) if self.bare else seen.bucket)
+            record = record_of(seen) if self.ahead else None
+            sample = Sample(took, compute, int(seen.missed.sum()), fills, record)
+            state = state._replace(window=(*state.window, sample))
+        if short:
+            return self._fit_kv(state, seen, short)
+        return (state, Decision()) if len(state.window) < self.window else self._close(state, seen)
+
+    def _wait(self, state: Watched, missed: int) -> Watched:
+        """Returns the state after a decode step between windows. The next window begins at once if
+        the load has changed."""
+        before, lately = state.missed
+        lately += (missed - lately) / self.window
+        changed = abs(lately - before) > CHANGE * before + 1
+        rest = 0 if changed else state.rest - 1
+        return state._replace(rest=rest, missed=(before, lately))
+
+    # ---- shadows
+
+    def _follow(self, state: Watched, ids: np.ndarray) -> tuple[Residency, np.ndarray]:
+        """Returns the shadows after a step, and the misses int64[A] of each."""
+        pager = Pager(state.shadows.copy())
+        active = routed_counts(ids, pager.tables.address.shape[1]) > 0
+        missing = pager.reference(np.tile(active, (len(self.arms), 1))).missing
+        return pager.tables, np.count_nonzero(missing.reshape(len(self.arms), -1), axis=1)
+
+    def _compute_s(self, rows: int) -> float:
+        """Returns the predicted seconds of computing a step."""
+        larger = [bucket for bucket in self.step_s if bucket >= rows]
+        return self.step_s[min(larger, default=max(self.step_s))]
+
+    def _watch_kv(self, state: Watched, seen: Observation) -> Watched:
+        """Returns the state with what a step says of KV. Where others move the split, all shadows
+        get or lose their slots, shared evenly by the layers."""
+        first, before = state.kv_pages
+        held, pages = seen.kv_used + seen.kv_swapped, seen.kv_pages
+        peaks = (*state.peaks[:-1], max(state.peaks[-1], held))
+        state = state._replace(peaks=peaks, kv_pages=(pages if first < 0 else first, pages))
+        if before in (-1, pages) or "cells" in self.writes:
+            return state
+        layers, experts = len(self.cells), state.shadows.address.shape[1]
+        slots = int(np.count_nonzero(state.shadows.cell_row >= 0)) // len(self.arms)
+        slots = min(max(slots + (before - pages) // state.division.unit_pages, 0), layers * experts)
+        return state._replace(
+            shadows=self._regrant(state.shadows, [cells_per_layer(slots, layers, experts)])
+        )
+
+    def _regrant(self, shadows: Residency, cells: list[tuple[int, ...]]) -> Residency:
+        """Returns the shadows with these cells of the layers, by arm; of one: all arms'."""
+        pager = Pager(shadows.copy())
+        pager.regrant(np.broadcast_to(cells, (len(self.arms), len(self.cells))).reshape(-1))
+        return pager.tables
+
+    # ---- the split
+
+    def _fit_kv(self, state: Watched, seen: Observation, short: bool) -> tuple[Watched, Decision]:
+        """Fits the split by need to the peaks. The decision carries it out, if it is the present
+        arm's."""
+        division, peak = state.division, max(state.peaks)
+        if short:
+            more = DEAD * division.cap_bytes / division.page_bytes
+            peak = max(peak, math.ceil((seen.kv_pages + more) / (1 + HEADROOM)))
+        settings = {"headroom": HEADROOM, "cap": state.cap, "dead": DEAD}
+        cap = peak_headroom(division, peak_pages=peak, **settings)
+        if cap is None or cap == state.cap:
+            return state, Decision()
+        state = state._replace(cap=cap)
+        shadows = self._regrant(state.shadows, [self._cells(state, arm) for arm in self.arms])
+        state = state._replace(shadows=shadows)
+        return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
+
+    def _cells(self, state: Watched, arm: str) -> tuple[int, ...]:
+        return (state.cap,) * len(self.cells) if SPLIT in arm else self.cells
+
+    def _split(self, state: Watched) -> Decision:
+        """Returns the decision with the split of the present arm."""
+        if "cells" not in self.writes:
+            return Decision()
+        arm = self.arms[state.arm]
+        pages = state.division.pages_at(state.cap) if SPLIT in arm else state.kv_pages[0]
+        return Decision(cells=np.array(self._cells(state, arm), np.int32), kv_pages=pages)
+
+    # ---- the choice
+
+    def _close(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        """Prices the arms by a whole window, and chooses."""
+        priced = self._predict(state) if self.ahead else self._price_shadows(state)
+        seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
+        ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
+        step_s = ratios[0] * float(priced.compute_s.mean()) + ratios[1] * priced.arms_s
+        switch_s = ratios[1] * self.fill_s * priced.differ
+        prices = Prices(tuple(step_s.tolist()), tuple(switch_s.tolist()), state.arm)
+        arm = choose_arm(prices, horizon=self.horizon, margin=self.margin)
+        if self.forced is not None:
+            arm = int(np.random.default_rng((self.forced, seen.step)).integers(len(self.arms)))
+        windows = 0 if arm != state.arm else state.windows + 1
+        missed = float(np.mean([sample.missed for sample in state.window]))
+        state = state._replace(
+            window=(),
+            tables=None,
+            ratios=ratios,
+            windows=windows,
+            rest=self.window * (SELDOM - 1) if windows >= EAGER else 0,
+            missed=(missed, missed),
+            prices=prices.step_s,
+        )
+        decision = Decision()
+        if "cells" in self.writes:
+            state, decision = self._fit_kv(state, seen, short=False)
+            state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
+        return (state, decision) if arm == state.arm else self._switch(state, arm, prices, priced)
+
+    def _price_shadows(self, state: Watched) -> Priced:
+        compute, missed = (
+            np.array([sample[i] for sample in state.window], np.float64) for i in (1, 2)
+        )
+        fills = np.mean([sample.fills for sample in state.window], axis=0)
+        held = (state.shadows.address >= 0).reshape(len(self.arms), -1)
+        differ = np.count_nonzero(held & ~held[state.arm], axis=1)
+        return Priced(compute, self.fill_s * missed, self.fill_s * fills, differ)
+
+    def _predict(self, state: Watched) -> Priced:
+        """Simulates the window under each arm. The first half, in which residents change, does not
+        count."""
+        records, tables = [sample.record for sample in state.window], state.tables
+        assert tables is not None
+        steps = [record for record in records if record is not None]
+        found = [
+            predict_recent(steps, policies, state.spec, tables, self.costs, self.link)
+            for policies in self.policies
+        ]
+        late = slice(len(steps) // 2, None)
+        held = np.stack([run.tables.address >= 0 for run in found])
+        present = found[state.arm]
+        return Priced(
+            present.compute_s[late],
+            present.moves_s[late],
+            np.array([run.moves_s[late].mean() for run in found]),
+            np.count_nonzero(held & ~held[state.arm], axis=(1, 2)),
+        )
+
+    def _switch(
+        self, state: Watched, arm: int, prices: Prices, priced: Priced
+    ) -> tuple[Watched, Decision]:
+        moved = int(priced.differ[arm])
+        said = self._describe(prices, arm, moved)
+        state = state._replace(
+            arm=arm,
+            inner=tuple(policy.init(state.spec) for policy in self.policies[arm]),
+            switches=state.switches + 1,
+            switched=state.switched + moved,
+            said=said,
+        )
+        begin: dict[str, Any] = {"victim_weights": np.array(self._weights(arm), np.int32)}
+        if "prior" in self.writes:
+            begin["prior"] = np.zeros((state.spec.layers, state.spec.experts), np.int32)
+        if "stages" in self.writes:
+            begin["stages"] = ()
+        return state, dataclasses.replace(self._split(state), note=said, **begin)
+
+    def _describe(self, prices: Prices, arm: int, moved: int) -> str:
+        old, new = (1e3 * prices.step_s[i] for i in (prices.current, arm))
+        names = self.arms[prices.current], self.arms[arm]
+        return (
+            f"{names[1]}: {new:.3g} ms a step, {names[0]} {old:.3g} ms; the switch moves "
+            f"{moved} experts"
+        )
+
+    def stats(self, state: Watched) -> dict[str, Any]:
+        """Returns the choice, why, and what switches cost."""
+        return {
+            "arm": self.arms[state.arm],
+            "why": state.said,
+            "step_s": dict(zip(self.arms, state.prices, strict=False)),
+            "ratios": state.ratios,
+            "switches": state.switches,
+            "switched_experts": state.switched,
+        }
+
+
+def policies_of(arm: str) -> tuple[Policy, ...]:
+    """Returns the policies of an arm, but for the split."""
+    prefetch = arm if arm in PREFETCH else None
+    eviction = None if prefetch else arm.removesuffix(SPLIT)
+    return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
+
+
+def _is_short(division: Division, seen: Observation) -> bool:
+    """Whether pages had to leave, or a prompt waits for them."""
+    prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * division.page_tokens))
+    needed = seen.kv_used + (prompt if seen.waiting else 0)
+    return max(needed, seen.kv_used + seen.kv_swapped) > seen.kv_pages
+
+
+def describe_choice(control: Control | None) -> str | None:
+    """Returns what Auto runs and why, in one line; None without it."""
+    said = {} if control is None else control.controller.stats().get("said", {})
+    return f"policy auto runs {said[NAME]['why']}" if NAME in said else None
+
+
+def auto_of(said: Mapping[str, Any]) -> Auto:
+    """Returns the policy of these settings, as `Auto.said` gives them."""
+    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in said.items()}
+    link = None if said["link"] is None else Link(**said["link"])
+    return Auto(**{**fields, "costs": CostModel.from_json(said["costs"]), "link": link})

@@ -1,0 +1,107 @@
+"""The last steps of a running engine as a trace, over which policies are predicted from the present
+residency on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Observation, Policy, Spec
+from host_offload.control.step_record import SEEN, StepRecord
+from host_offload.memory.tables import Residency, cold_tables
+from host_offload.simulate.prediction import predict
+from host_offload.simulate.timeline import Link
+from host_offload.sizing.cost_model import CostModel
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import TraceHeader
+
+ROWS = frozenset({"request", "user", "position", "phase", "ids", "weights", "bucket"})
+"""Fields of an Observation that a step of Recent needs; more if policies do."""
+PLACES = frozenset({"version", "last_used", "clock", "frequency", "cells"})
+"""Fields that tables_of needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent(Trace):
+    """Decode steps in memory."""
+
+    records: tuple[StepRecord, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return len(self.records)
+
+    def step_traces(self) -> Iterator[StepRecord]:
+        return iter(self.records)
+
+
+class Predicted(NamedTuple):
+    """A policy over n decode steps."""
+
+    compute_s: np.ndarray
+    """float64[n]"""
+    moves_s: np.ndarray
+    """float64[n], what experts that move add."""
+    tables: Residency
+    """After the steps."""
+
+
+def record_of(seen: Observation) -> StepRecord:
+    """Returns a decode step that was observed at its end, as far as the observation shows it."""
+    shown = {field: getattr(seen, name) for name, field in SEEN.items()}
+    fields: dict[str, Any] = dict.fromkeys(StepRecord._fields)
+    return StepRecord(**{**fields, **shown, "number": seen.step, "kind": "decode", "finished": ()})
+
+
+def tables_of(seen: Observation) -> Residency:
+    """Returns tables with the residents that an observation shows, in other cells."""
+    tables = cold_tables(seen.cells, seen.version.shape[1])
+    layer, expert = np.nonzero(seen.version >= 0)
+    cell = np.arange(layer.size) - np.searchsorted(layer, layer)
+    fits = cell < seen.cells[layer]
+    layer, expert, cell = layer[fits], expert[fits], cell[fits]
+    tables.owner[layer, cell] = expert
+    tables.address[layer, expert] = tables.cell_row[layer, cell]
+    tables.last_used[layer, cell] = seen.last_used[layer, expert]
+    tables.clock[:], tables.frequency[:] = seen.clock, seen.frequency
+    return tables
+
+
+def predict_recent(
+    records: Sequence[StepRecord],
+    policies: Sequence[Policy],
+    spec: Spec,
+    tables: Residency,
+    costs: CostModel,
+    link: Link | None,
+) -> Predicted:
+    """Predicts the steps under these policies.
+
+    - `tables`: before the first step.
+    """
+    first, tables = records[0], tables.copy()
+    width = 0 if first.gate_input is None else first.gate_input.shape[2]
+    header = TraceHeader(
+        spec.layers,
+        spec.experts,
+        spec.top_k,
+        config_digest="",
+        spec={},
+        machine={},
+        command=(),
+        created="",
+        probabilities=first.probabilities is not None,
+        gate_input=width,
+        embedding=0 if first.embedding is None else first.embedding.shape[1],
+        absent=("step.start_s", "step.read_s"),
+    )
+    trace = Recent(Path("recent"), header, True, (), tuple(records))
+    cells = np.count_nonzero(tables.cell_row >= 0, axis=1)
+    found = predict(
+        trace, costs, link=link, policies=policies, spec=spec, cells=cells, tables=tables
+    )
+    return Predicted(found.compute_s, np.maximum(found.stall_s, 0.0), tables)

@@ -1,0 +1,319 @@
+"""`--policy auto` beside each of its arms: seconds of the same work, by link, memory and load.
+
+python -m scripts.bench auto [--model DIR] [--ablations] [--simulated]
+
+Each cell runs the same requests on one engine under each arm alone and under auto, from a cold
+cache; tokens must be equal. The regret is auto's time over that of the best arm in hindsight, less
+1. `tau` compares the prices that auto named last with the arms' measured times (Kendall).
+
+Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
+the context, `shift` all three and a chat again. `--ablations` runs auto also without correction,
+hysteresis or horizon. `--simulated` predicts instead, for 48 layers of 128 experts on stated
+hardware, with generated routing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Policy
+from host_offload.policies.eviction.eviction_names import POLICIES
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
+from host_offload.simulate import auto as choices
+from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto
+from host_offload.simulate.prediction import predict
+from host_offload.traces.reader import Trace, read_trace
+from moejax import LLM, SamplingParams, UserError
+from moejax.costs.hardware import stated_costs
+from moejax.traces.generated_traces import write_generated_trace
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
+
+LOADS = ("chat", "batch", "long", "shift")
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "no correction": {},
+    "no hysteresis": {"margin": 0.0},
+    "no horizon": {"horizon": 10**9},
+}
+Phase = tuple[int, int, int]
+"""Requests, tokens of each prompt, tokens of each answer."""
+
+
+def phases_of(load: str, longest: int, tokens: int) -> list[Phase]:
+    """Returns the phases of a load, one after the other.
+
+    - `longest`: most tokens of a sequence.
+    - `tokens`: decode steps of the load.
+    """
+    chat = (1, 24, tokens)
+    each = {
+        "chat": [chat],
+        "batch": [(32, 24, tokens // 2)],
+        "long": [(2, longest - tokens // 2 - 1, tokens // 2)],
+    }
+    if load != "shift":
+        return each[load]
+    part = tokens // 2
+    return [
+        (1, 24, part),
+        (32, 24, part // 2),
+        (2, longest - part // 2 - 1, part // 2),
+        (1, 24, part),
+    ]
+
+
+def prompts_of(phase: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Returns prompts of random tokens, no two alike."""
+    rng = np.random.default_rng((phase, count, length))
+    return rng.integers(1, vocabulary, (count, length)).tolist()
+
+
+def run_load(llm: LLM, phases: Sequence[Phase]) -> tuple[float, list[Any]]:
+    """Returns (seconds, tokens) of a load."""
+    vocabulary, answers = llm.engine.runner.config.vocab_size, []
+    began = time.perf_counter()
+    for number, (count, length, tokens) in enumerate(phases):
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        prompts = prompts_of(number, count, length, vocabulary)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    return time.perf_counter() - began, answers
+
+
+def auto_of(llm: LLM) -> Auto:
+    return next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
+
+
+def fresh(policy: Auto) -> Auto:
+    """Returns the policy without what earlier runs learned."""
+    order = sorted(policy.arms, key=lambda arm: (SPLIT in arm, arm in PREFETCH, arm != "lru", arm))
+    return dataclasses.replace(policy, arms=tuple(order), ratios=(1.0, 1.0))
+
+
+def begin(llm: LLM, policy: Policy) -> None:
+    """Gives an idle engine the split of its start, a cold cache and this policy."""
+    plan = llm.plan
+    llm.engine.control = None  # or its split would stay the policy's
+    llm.engine.set_budget(list(plan.cells), plan.budget.kv_slots)
+    llm.engine.begin_anew(plan.spec, [policy], list(plan.cells))
+
+
+def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one cell. Returns its figures. Raises UserError if tokens differ."""
+    policy = fresh(auto_of(llm))
+    phases = phases_of(load, llm.engine.scheduler.max_model_len, args.tokens)
+    ways: dict[str, Policy] = {
+        arm: POLICIES[arm]() if arm in POLICIES else dataclasses.replace(policy, arms=(arm,))
+        for arm in policy.arms
+    }
+    ways["auto"] = policy
+    if args.ablations:
+        ways |= {name: dataclasses.replace(policy, **less) for name, less in ABLATIONS.items()}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    said: dict[str, Any] = {}
+    first: list[Any] | None = None
+    for turn in range(args.rounds):
+        for name in sorted(ways, reverse=turn % 2 == 1):
+            begin(llm, ways[name])
+            kept = choices.correct
+            if name == "no correction":
+                choices.correct = lambda *_: (1.0, 1.0)
+            try:
+                seconds, tokens = run_load(llm, phases)
+            finally:
+                choices.correct = kept
+            found[name].append(seconds)
+            first = tokens if first is None else first
+            if tokens != first:
+                raise UserError(f"{name} changed a token")
+            if name == "auto":
+                control = llm.engine.control
+                assert control is not None
+                said = control.controller.stats()["said"]["auto"]
+    best = {name: min(times) for name, times in found.items()}
+    arms = {arm: best[arm] for arm in policy.arms}
+    fixed = min(arms, key=lambda arm: arms[arm])
+    record = llm.engine.runner.link_bytes[0]
+    return {
+        "best": fixed,
+        "best_s": arms[fixed],
+        "auto_s": best["auto"],
+        "regret": best["auto"] / arms[fixed] - 1,
+        "to_lru": best["auto"] / arms["lru"] - 1,
+        "tau": kendall([said["step_s"][arm] for arm in arms], [*arms.values()])
+        if said["step_s"]
+        else float("nan"),
+        "switches": said["switches"],
+        "switch_mb": said["switched_experts"] * record / 1e6,
+        "arms": arms,
+        **{name: best[name] / arms[fixed] - 1 for name in ABLATIONS if name in best},
+    }
+
+
+def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns Kendall's τ of two rankings: the share of pairs in the same order, less the rest."""
+    pairs = list(itertools.combinations(range(len(one)), 2))
+    signs = [np.sign((one[i] - one[j]) * (other[i] - other[j])) for i, j in pairs]
+    return float(np.mean(signs)) if signs else float("nan")
+
+
+# ---- simulated
+
+SHAPE: Mapping[str, int] = {"layers": 48, "experts": 128, "top_k": 8}
+RECORD = 2 * 3 * 2048 * 768
+"""Bytes of an expert of Qwen3-30B-A3B."""
+MACHINES = {"RTX 4090": 0.25, "H100": 0.5, "RTX 4060 Ti": 0.125}
+"""Stated hardware, the last one for a laptop, and the share of experts that it holds."""
+TOLD = {
+    "version_bytes": {"dense": RECORD},
+    "slot_bytes": RECORD,
+    "slots": 48 * 128,
+    "hidden": 2048,
+    "page_bytes": 1 << 16,
+    "page_tokens": 16,
+    "kv_floor_bytes": 0,
+    "driver": "device",
+    "seed": 0,
+}
+"""What policies are told."""
+SIMULATED = {"chat": (1, 0), "batch": (32, 0), "shift": (1, 64)}
+"""Load → sequences, tokens of a phase of topics (0: none)."""
+
+
+def simulate(directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the rows of predicted cells: machines × budgets × loads."""
+    rows: list[dict[str, Any]] = []
+    for load, (sequences, phase) in SIMULATED.items():
+        kind = "phases" if phase else "qwen3-like"
+        more: dict[str, Any] = {"phase_tokens": phase} if phase else {}
+        write_generated_trace(
+            directory / load,
+            kind,
+            **SHAPE,
+            sequences=sequences,
+            tokens=args.tokens,
+            about=TOLD,
+            **more,
+        )
+        trace = read_trace(directory / load)
+        for machine, share in MACHINES.items():
+            rows.append({"link": machine, "memory": f"{share:.0%}", "load": load}
+                        | predicted(trace, machine, share, sequences))  # fmt: skip
+    return rows
+
+
+def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, Any]:
+    costs = stated_costs(machine, **SHAPE, expert_bytes=RECORD, rows=rows)
+    cells = round(share * SHAPE["experts"])
+    policy = Auto((cells,) * SHAPE["layers"], costs, bare=True)
+    arms = {
+        arm: float(predict(trace, costs, eviction=arm, cells=cells).seconds.sum())
+        for arm in EVICTIONS
+    }
+    run = predict(trace, costs, policies=(policy,), cells=cells)
+    said = (run.simulation.control or {})["said"]["auto"]
+    fixed, seconds = min(arms, key=lambda arm: arms[arm]), float(run.seconds.sum())
+    return {
+        "best": fixed,
+        "best_s": arms[fixed],
+        "auto_s": seconds,
+        "regret": seconds / arms[fixed] - 1,
+        "to_lru": seconds / arms["lru"] - 1,
+        "tau": kendall([said["step_s"][arm] for arm in arms], [*arms.values()]),
+        "switches": said["switches"],
+        "switch_mb": said["switched_experts"] * RECORD / 1e6,
+        "arms": arms,
+    }
+
+
+# ---- the command
+
+
+@refusing()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    positive(args, "tokens", "rounds")
+    if args.simulated:
+        with tempfile.TemporaryDirectory() as directory:
+            rows = simulate(Path(directory), args)
+    else:
+        rows = measured(args)
+    columns = (
+        *((name, f"{{{name}}}") for name in ("link", "memory", "load", "best")),
+        ("best s", "{best_s:.2f}"),
+        ("auto s", "{auto_s:.2f}"),
+        ("regret", "{regret:+.1%}"),
+        ("to lru", "{to_lru:+.1%}"),
+        ("tau", "{tau:.2f}"),
+        ("switches", "{switches}"),
+        ("MB", "{switch_mb:.1f}"),
+        *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if name in rows[0]),
+    )
+    show(args.json, rows, [*aligned(columns, rows), *summary(rows)])
+    return 0
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for link in args.links.split(","):
+        for memory in args.memories.split(","):
+            with LLM(
+                args.model,
+                policy="auto",
+                memory=memory,
+                transfers=f"queue,rate={link}",
+                max_num_seqs=32,
+                max_model_len=args.context,
+                enable_prefix_caching=False,
+                progress=False,
+            ) as llm:
+                begin(llm, auto_of(llm))
+                for load in LOADS:  # compiles
+                    phases = phases_of(load, args.context, args.tokens)
+                    run_load(llm, [(count, length, 4) for count, length, _ in phases])
+                for load in args.loads.split(","):
+                    cell = {"link": link, "memory": memory, "load": load}
+                    rows.append(cell | measure(llm, load, args))
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the cells say together."""
+    near = sum(row["regret"] <= 0.05 for row in rows)
+    worst = max(row["to_lru"] for row in rows)
+    shifted = [row["regret"] for row in rows if row["load"] == "shift"]
+    tau = [row["tau"] for row in rows if not np.isnan(row["tau"])]
+    found = [
+        f"regret at most 5% in {near} of {len(rows)} cells; at worst {worst:+.1%} to lru",
+        f"median tau {statistics.median(tau):.2f}" if tau else "no prices were named",
+    ]
+    if shifted:
+        ahead = sum(regret < 0 for regret in shifted)
+        found.append(f"ahead of the best arm in {ahead} of {len(shifted)} cells that shift")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(__name__, __doc__)
+    add = parser.add_argument
+    add("--model", default="demo", help="(default: %(default)s)")
+    add("--links", default="200MB/s,1GB/s,4GB/s", metavar="RATE,…", help="(default: %(default)s)")
+    add("--memories", default="6MiB,12MiB,24MiB", metavar="SIZE,…", help="of experts and KV")
+    add("--loads", default=",".join(LOADS), metavar="NAME,…", help="(default: %(default)s)")
+    add("--context", type=int, default=512, help="most tokens of a sequence")
+    add("--tokens", type=int, default=256, help="decode steps of a load (default: %(default)s)")
+    add("--rounds", type=int, default=1, help="the best counts (default: %(default)s)")
+    add("--ablations", action="store_true", help="auto also with parts left out")
+    add("--simulated", action="store_true", help="48 layers of 128 experts on stated hardware")
+    add("--json", action="store_true", help="one JSON object a cell")
+    return parser

@@ -1,0 +1,214 @@
+"""Auto finds the cheaper arm, by measured times where predictions are wrong, and stays with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Moment, Observation
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import cold_tables
+from host_offload.policies.eviction.eviction_names import EVICTION
+from host_offload.simulate import auto
+from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
+from host_offload.simulate.timeline import Link
+from host_offload.sizing.cost_model import CostModel, StepCost
+from tests.host_offload.control.policy_runs import spec
+
+pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
+
+LAYERS, EXPERTS, CELLS = 2, 16, 8
+COMPUTE_S, FILL_S = 1e-3, 1e-4
+HOT, MOVED = "hot", "moved"
+"""Loads. `hot`: 4 experts at every third step, and between them a scan over the others, 4 a step:
+LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still keeps the hot ones."""
+
+
+def routed(load: str, step: int) -> np.ndarray:
+    """int16[2, L, 3], the experts of a step's two rows."""
+    if load == MOVED:
+        first = 4 + 4 * (step % 2)
+        rows = [[first, first + 1, first + 2], [first + 1, first + 2, first + 3]]
+    elif step % 3 == 0:
+        rows = [[0, 1, 2], [1, 2, 3]]
+    else:
+        first = 4 * (2 * (step // 3) + step % 3 - 1)
+        scan = [4 + (first + i) % (EXPERTS - 4) for i in range(4)]
+        rows = [scan[:3], scan[1:]]
+    return np.repeat(np.sort(np.array(rows, np.int16))[:, None], LAYERS, axis=1)
+
+
+@dataclasses.dataclass
+class World:
+    """An engine of two requests, whose times are COMPUTE_S and fill_s for each miss."""
+
+    policy: Auto
+    fill_s: float = FILL_S
+
+    def __post_init__(self):
+        self.pager = Pager(cold_tables(np.full(LAYERS, CELLS), EXPERTS))
+        self.seconds, self.step, self.arms = 0.0, 0, list[str]()
+        told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000)
+        self.state: Watched = self.policy.init(told)
+
+    def run(self, load: str, steps: int) -> int:
+        """Returns the misses."""
+        total = 0
+        for _ in range(steps):
+            ids = routed(load, self.step)
+            active = np.zeros((LAYERS, EXPERTS), bool)
+            for row in ids:
+                np.put_along_axis(active, row.astype(int), True, axis=1)
+            missed = self.pager.reference(active).missing
+            self.seconds += COMPUTE_S + self.fill_s * int(missed.sum())
+            total += int(missed.sum())
+            seen = Observation(
+                moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
+                seconds=self.seconds, ids=ids, phase=np.ones(2, np.uint8), missed=missed,
+                bucket=4, compiled=self.step == 0, waiting=0, waiting_tokens=0,
+                kv_used=4, kv_swapped=0, kv_pages=40,
+            )  # fmt: skip
+            self.state, decision = self.policy.decide(self.state, seen)
+            if decision.victim_weights is not None:
+                self.pager.set_tables({"victim_weights": decision.victim_weights})
+            self.arms.append(self.policy.arms[self.state.arm])
+            self.step += 1
+        return total
+
+
+def costs_of(fill_s: float) -> CostModel:
+    """Costs of COMPUTE_S a step and so much a miss."""
+    step = StepCost(COMPUTE_S, 0.0, 0.0, 0.0, 0.0, fill=fill_s, read=fill_s)
+    return CostModel(
+        LAYERS, EXPERTS, 3, expert_bytes=100, chunk=16, row_tile=16, decode={4: step},
+        prefill=step, control=0.0, recompute_per_token=0.0, kv_swap_per_byte=0.0,
+        link_per_byte=1e-9,
+    )  # fmt: skip
+
+
+def an_auto(fill_s: float = FILL_S, **changes) -> Auto:
+    return Auto((CELLS,) * LAYERS, costs_of(fill_s), **changes)
+
+
+def fixed(arm: str, loads: list[tuple[str, int]]) -> int:
+    """The misses of an arm alone."""
+    world = World(an_auto(arms=(arm,)))
+    world.pager.set_tables({"victim_weights": np.array(EVICTION[arm])})
+    return sum(world.run(load, steps) for load, steps in loads)
+
+
+def follows_the_load() -> None:
+    """Auto changes to the better arm and back, and misses less than any arm alone."""
+    loads = [(HOT, 300), (MOVED, 120), (HOT, 200)]
+    world, misses = World(an_auto()), 0
+    for load, steps in loads:
+        misses += world.run(load, steps)
+        assert (world.arms[-1] == "lru") == (load == MOVED), load
+    assert misses < min(fixed(arm, loads) for arm in auto.EVICTIONS)
+
+
+def learns_from_times() -> None:
+    """A miss takes 500 times as long as was predicted: only measurement shows that LFU pays."""
+    world = World(an_auto(fill_s=FILL_S / 500), fill_s=FILL_S)
+    world.run(HOT, 400)
+    assert world.arms[-1] != "lru"
+    assert world.state.ratios[1] == pytest.approx(500, rel=0.3)
+
+
+def stays_if_little_is_gained() -> None:
+    """Misses that take next to nothing: the cheapest arm is hardly cheaper."""
+    world = World(an_auto(fill_s=1e-7), fill_s=1e-7)
+    world.run(HOT, 400)
+    assert world.state.switches == 0
+
+
+def looks_ahead() -> None:
+    """A switch that does not pay within the horizon is not made, and one that pays is."""
+    near, far = (
+        auto.choose_arm(Prices((2.0, 1.0), (0.0, 50.0), 0), horizon=steps, margin=0.02)
+        for steps in (49, 51)
+    )
+    assert (near, far) == (0, 1)
+    world = World(an_auto(horizon=0))
+    world.run(HOT, 200)
+    assert world.state.switches == 0
+
+
+CHECKS = (follows_the_load, learns_from_times, stays_if_little_is_gained, looks_ahead)
+MUTANTS: dict[str, tuple[str, Callable, Callable[[], None]]] = {
+    "correction ignored": ("correct", lambda *parts: (1.0, 1.0), learns_from_times),
+    "hysteresis ignored": (
+        "choose_arm",
+        lambda prices, *, horizon, margin: choose_arm(prices, horizon=horizon, margin=0.0),
+        stays_if_little_is_gained,
+    ),
+    "horizon ignored": (
+        "choose_arm",
+        lambda prices, *, horizon, margin: choose_arm(prices, horizon=10**9, margin=margin),
+        looks_ahead,
+    ),
+    "cost of a switch ignored": (
+        "choose_arm",
+        lambda prices, **settings: choose_arm(
+            prices._replace(switch_s=(0.0,) * len(prices.step_s)), **settings
+        ),
+        looks_ahead,
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_choices(check):
+    check()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_found(mutant, monkeypatch):
+    name, replaced, check = MUTANTS[mutant]
+    monkeypatch.setattr(auto, name, replaced)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_a_correction_separates_computing_from_moves():
+    """Also beside a disturbed step, and without misses, which say nothing of moves."""
+    rng = np.random.default_rng(0)
+    compute, moves = np.full(64, 1.0), rng.integers(0, 5, 64).astype(float)
+    seconds = 3 * compute + 2 * moves
+    seconds[7] = 1000.0
+    found = (1.0, 1.0)
+    for _ in range(8):
+        found = correct(seconds, compute, moves, found)
+    assert found == pytest.approx((3, 2), rel=0.15)
+    assert correct(3 * compute, compute, np.zeros(64), (1.0, 7.0)) == (3.0, 7.0)
+
+
+def test_settings_come_back_from_a_trace():
+    made = an_auto(arms=("lfu", "lru"), forced=3, ratios=(2.0, 0.5), link=Link(1e9, 1e-6))
+    assert auto_of(made.said) == made
+
+
+def test_kv_gets_what_its_peak_needs():
+    """A split by need: the experts' share follows the peak of KV, and grows back at once."""
+    policy = an_auto(arms=("lru+split",), window=8)
+    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
+                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    state, wanted = policy.init(told), []
+    for step in range(20):
+        many = step >= 12
+        seen = Observation(
+            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
+            seconds=step * 1e-3, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
+            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False,
+            kv_swapped=0, kv_used=60 if many else 10, kv_pages=60 if many else 280,
+            waiting=int(many), waiting_tokens=64 * many,
+        )  # fmt: skip
+        state, decision = policy.decide(state, seen)
+        if decision.cells is not None:
+            wanted.append((step, decision.cells.tolist(), decision.kv_pages))
+    (first, experts, pages), (then, fewer, more), *_ = wanted
+    assert first == 7 and experts == [EXPERTS] * LAYERS and pages >= 10
+    assert then == 12 and fewer[0] < EXPERTS and more > 60

@@ -1,0 +1,100 @@
+"""policy="auto" beside an engine: whatever it chooses no bit changes and nothing compiles, a replay
+makes the same choices, and the next start begins with what was learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+
+import pytest
+
+from host_offload.simulate.auto import Auto
+from host_offload.simulate.replay import replay
+from host_offload.simulate.simulator import spec_of
+from host_offload.traces.reader import TraceError, read_trace
+from moejax.engine.snapshot import RoutingCounts, snapshot
+from moejax.start import auto as start
+from tests.moejax.engine.scenes import at_rest, open_llm, same_bits
+from tests.moejax.engine_runs import mixed_jobs, run
+from tests.pallas_kernels.contract import NATIVE
+
+pytestmark = [NATIVE, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def at_random(monkeypatch):
+    """Every 4 decode steps another arm at random."""
+    monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_budget": "40%"},
+        {"memory": "5MiB"},
+        {"expert_budget": "40%", "driver": "host"},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_no_bit_depends_on_the_choice(options, at_random, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "moejax")
+    trace = tmp_path / "t"
+    record = f"{trace},arrays=gate_input" if "driver" in options else trace
+    with open_llm(policy="auto", trace=record, enable_prefix_caching=False, **options) as llm:
+        run(llm, mixed_jobs()[:1], check=False)
+        compiled = len(llm.engine.runner.compiler.compiled)
+        assert same_bits(run(llm, mixed_jobs()), at_rest())
+        said = llm.stats()["control"]["said"]["auto"]
+        arms = 6 if "memory" in options else 5 if "driver" in options else 3
+        assert said["switches"] > 4 and len(said["step_s"]) == arms
+        line = f"policy auto runs {said['why']}"
+        assert line in llm.explain().notes
+        assert snapshot(llm.engine, RoutingCounts(llm.engine))["policy"] == line
+        assert llm.engine.control is not None
+        router = llm.engine.control.controller.spec.router
+        after = len(llm.engine.runner.compiler.compiled)
+    assert said["why"] in caplog.text
+    found = read_trace(trace)
+    notes = [d["decision"]["note"] for d in found.decisions() if "note" in d.get("decision", {})]
+    assert notes[-1] == said["why"] and len(notes) == said["switches"]
+    told = dataclasses.replace(spec_of(found.header), router=router)
+    replay(found, spec=told)
+    assert after - compiled <= len(mixed_jobs())  # shapes of prompts alone
+    header = json.loads((trace / "trace.json").read_text())
+    header["spec"]["auto"]["forced"] = 8
+    (trace / "trace.json").write_text(json.dumps(header))
+    with pytest.raises(TraceError, match="give the policies of the run"):
+        replay(read_trace(trace), spec=told)
+
+
+def test_what_is_given_is_pinned():
+    for options, note in (
+        ({"eviction": "lfu", "expert_budget": "40%"}, start.PINNED),
+        ({"expert_budget": "100%"}, start.NOTHING),
+    ):
+        with open_llm(policy="auto", **options) as llm:
+            assert note in llm.explain().notes
+            assert llm.stats()["eviction"] == options.get("eviction", "lru")
+
+
+def test_a_start_goes_on_with_what_was_learned(monkeypatch):
+    monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
+    with open_llm(policy="auto", expert_budget="40%") as llm:
+        assert "stated costs" in llm.explain().notes[-1]
+        run(llm, mixed_jobs(), check=False)
+        said = llm.stats()["control"]["said"]["auto"]
+    with open_llm(policy="auto", expert_budget="40%") as llm:
+        policy = next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
+        assert (policy.arms[0], policy.ratios) == (said["arm"], tuple(said["ratios"]))
+        assert "learned costs" in llm.explain().notes[-1]
+    for path in (start.cache_root() / "auto").iterdir():
+        path.write_text("{")
+    with open_llm(policy="auto", expert_budget="40%") as llm:
+        assert "stated costs" in llm.explain().notes[-1]
