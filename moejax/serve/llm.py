@@ -476,7 +476,7 @@ class LLM:
                     settings.placement,
                     runner.steps.second,
                 ),
-                "cache_aware_routing": runner.steps.cache_aware,
+                "cache_aware_routing": runner.steps.cache_aware_routing,
                 "stream": stream_stats(
                     runner.window,
                     engine.statistics,

@@ -5,6 +5,7 @@ else."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -64,9 +65,14 @@ def _word(option: str, *known: str) -> Callable[[str], str]:
     return read
 
 
-def _favour(value: float) -> float:
+def _favour(value: float | str) -> float | str:
+    if isinstance(value, str):
+        if value.startswith("buddies"):
+            return value
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UserError(f"cache_aware_routing must be a number, got {value!r}")
+        raise UserError(f"cache_aware_routing must be a number, got {value!r}; or buddies=TRACE")
     if not 0 <= value < math.inf:
         raise UserError(
             "cache_aware_routing is how much of its score a missing expert loses, a number from 0 "
@@ -214,13 +220,14 @@ class PolicyOptions:
         "(docs/explanation/prescope.md; default: none, the device computes all)",
         default=None,
     )
-    cache_aware_routing: float | None = changes_bits(
+    cache_aware_routing: float | str | None = changes_bits(
         "routers prefer resident experts: a missing expert's score is lowered by DELTA (0 to 1) "
-        "when a layer chooses. Fewer misses, but OTHER OUTPUTS, which depend on budget, policies "
-        "and other requests (docs/explanation/prescope.md; default: off)",
+        "when a layer chooses; or, with buddies=TRACE, residents that the trace's tokens chose "
+        "with it stand in for a missing expert. Fewer misses, but OTHER OUTPUTS, which depend on "
+        "budget, policies and other requests (docs/explanation/prescope.md; default: off)",
         default=None,
         convert=optional(_favour),
-        type=float,
+        type=str,
         metavar="DELTA",
     )
     policy: str | None = same_bits(
@@ -426,7 +433,7 @@ def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 
-def refuse_cache_aware(delta: float | None, why: str) -> None:
+def refuse_cache_aware(delta: float | str | None, why: str) -> None:
     """Raises UserError for cache-aware routing if outputs must not depend on which experts are
     resident.
 

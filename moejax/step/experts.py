@@ -13,6 +13,7 @@ from jax import lax
 
 from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.tables import Tables, hand_over, seat_absent
+from moejax.step.buddies import Buddies
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine
 from pallas_kernels.cpu.arena import OwnedArena
@@ -96,6 +97,8 @@ class StepContext(ExpertContext):
     """The TRACE_ARRAYS that the step returns."""
     cache_aware: float | None = None
     """StepSpec.cache_aware if some experts may be missing; None: routers ignore residency."""
+    buddies: Buddies | None = None
+    """StepSpec.buddies, likewise."""
     drafts: bool = False
     """StepSpec.drafts."""
 

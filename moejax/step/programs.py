@@ -369,6 +369,7 @@ class Programs:
             queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
             cache_aware=self.steps.cache_aware if self.steps.favours_residents else None,
+            buddies=self.steps.buddies if self.steps.favours_residents else None,
             drafts=self.steps.drafts,
         )
 

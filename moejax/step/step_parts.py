@@ -21,6 +21,7 @@ from moejax.errors import UserError
 from moejax.models.attention.kind import StateKind, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
+from moejax.step.buddies import Buddies, StandIns, stand_ins, substitute
 from moejax.step.experts import StepContext, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import update_rows
@@ -154,7 +155,10 @@ class StepSpec:
     """The processor that computes missed experts beside the device; None without one."""
     cache_aware: float | None = None
     """How much a missing expert's score is lowered where routers choose (`cache_aware_routing`), so
-    that outputs depend on residency; None: routers ignore residency."""
+    that outputs depend on residency; None: scores ignore residency."""
+    buddies: Buddies | None = None
+    """Residents that stand in for missing experts, another form of `cache_aware_routing`; None:
+    there are none."""
 
     drafts: bool = False
     """Whether rows of a decode step may be of one sequence (speculative decoding)."""
@@ -162,7 +166,12 @@ class StepSpec:
     @property
     def favours_residents(self) -> bool:
         """Whether routers look at the tables. They need not if every expert is resident."""
-        return self.cache_aware is not None and not self.in_place
+        return self.cache_aware_routing is not None and not self.in_place
+
+    @property
+    def cache_aware_routing(self) -> float | str | None:
+        """The option of this name; None: routing ignores residency."""
+        return self.cache_aware if self.buddies is None else self.buddies.said
 
     @property
     def resident_steps(self) -> bool:
@@ -173,7 +182,7 @@ class StepSpec:
         return (
             self.ops.skips_plans
             and plain
-            and not (self.in_place or self.trace_arrays or self.cache_aware)
+            and not (self.in_place or self.trace_arrays or self.cache_aware or self.buddies)
             and not self.config.routes_apart
         )
 
@@ -470,9 +479,10 @@ def _blocks_from(block_table, first, count):
 
 def favour_residents(
     address: jax.Array, layer: jax.Array, context: StepContext
-) -> jax.Array | None:
+) -> jax.Array | StandIns | None:
     """Returns float32[E], added to the scores by which a layer chooses its experts: 0 for experts
-    with a cell, −cache_aware for the others. None if routers ignore residency.
+    with a cell, −cache_aware for the others; or the layer's StandIns. None if routing ignores
+    residency.
 
     Missing experts lose, rather than residents gain, so that the scores have the bits of full
     residency if no expert is missing. An expert loses its place only to an expert whose score is at
@@ -480,6 +490,8 @@ def favour_residents(
 
     - `address`: int32[L, E], of the tables.
     """
+    if context.buddies is not None:
+        return stand_ins(context.buddies, address, layer)
     if context.cache_aware is None:
         return None
     return jnp.where(address[layer] < 0, jnp.float32(-context.cache_aware), jnp.float32(0))
@@ -491,7 +503,7 @@ def route_layer(
     x: jax.Array,
     tokens: Tokens,
     forced: Routing | None,
-    favour: jax.Array | None = None,
+    favour: jax.Array | StandIns | None = None,
     squares: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Routes a layer by LayerStack.route, or by the forced routing where the router's ids are not
@@ -500,7 +512,10 @@ def route_layer(
     - `favour`: result of favour_residents.
     - `squares`: result of LayerStack.attend.
     """
-    x, normed, ids, weights = stack.route(i, x, tokens, favour, squares)
+    scores = None if isinstance(favour, StandIns) else favour
+    x, normed, ids, weights = stack.route(i, x, tokens, scores, squares)
+    if isinstance(favour, StandIns):
+        ids, weights = substitute(ids, weights, favour)
     if forced is not None:
         layer = stack.first_moe_layer + i
         ids, weights = _force_routing(forced, layer, ids, stack.config.num_experts)

@@ -46,6 +46,7 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
+from moejax.step.buddies import read_buddies
 from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
@@ -174,6 +175,10 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     if settings.prefetch_arms and not config.routes_apart:
         needs |= {"gate_input"}
     drafts = options.runtime.speculative_config is not None
+    favour, buddies = options.policy.cache_aware_routing, None
+    if isinstance(favour, str):
+        with user_errors(where="cache_aware_routing: "):
+            buddies = read_buddies(favour, sum(config.moe_layers), config.num_experts)
     steps = StepSpec(
         device_kind=device.kind,
         runtime=device.runtime,
@@ -199,7 +204,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         queue=queue_of(settings),
         second=second_of(settings, ops, model.dtype, device.platform),
         trace_arrays=needs | (TRACE_ARRAYS & {*settings.trace_arrays}),
-        cache_aware=options.policy.cache_aware_routing,
+        cache_aware=None if isinstance(favour, str) else favour,
+        buddies=buddies,
         drafts=drafts,
     )
     if config.routes_apart and (needs or search_of(settings.policies) is not None):
@@ -443,7 +449,7 @@ def decide(
 
 def _result_notes(steps: StepSpec) -> list[str]:
     """Returns the notes that results must carry about the link and about what changes outputs."""
-    notes, queue, second, delta = [], steps.queue, steps.second, steps.cache_aware
+    notes, queue, second = [], steps.queue, steps.second
     if queue is not None and (queue.rate or queue.latency):
         rate = f"{queue.rate / 1e9:.3g} GB/s" if queue.rate else "unlimited rate"
         notes.append(f"experts pass a link of {rate}, {queue.latency * 1e6:.3g} us, beside compute")
@@ -453,11 +459,13 @@ def _result_notes(steps: StepSpec) -> list[str]:
             f"implementation ({second.implementation}) with other bits: outputs are a function of "
             "the placement, which a trace records"
         )
-    if delta is not None:
+    if (delta := steps.cache_aware_routing) is not None:
+        does = f"a missing expert loses {delta} of its score where routers choose"
+        if steps.buddies is not None:
+            does = "residents stand in for missing experts"
         notes.append(
-            f"cache_aware_routing {delta:g} CHANGES OUTPUTS: a missing expert loses {delta:g} of "
-            "its score where routers choose, so tokens and logits depend on which experts are "
-            "resident, that is on budget, policies and what else runs; they are not those of full "
-            "residency"
+            f"cache_aware_routing {delta} CHANGES OUTPUTS: {does}, so tokens and logits depend on "
+            "which experts are resident, that is on budget, policies and what else runs; they are "
+            "not those of full residency"
         )
     return notes

@@ -22,6 +22,7 @@ from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.results_file import read_lines
 from moejax.serve.cluster.fleet import Generator
 from moejax.serve.cluster.workers import Scale, worker_options
+from moejax.step.buddies import StandIns, substitute
 from moejax.step.layer_programs import layer_program
 from moejax.step.programs import ProgramKey
 from tests.moejax.engine.scenes import GREEDY, at_rest, open_llm, same_bits
@@ -87,6 +88,56 @@ def _check(step, delta: float) -> int:
         assert np.all((best - chosen)[missing[ids]] <= 2 * HALF)
         count += np.count_nonzero(best - chosen > 2 * HALF)
     return count
+
+
+def test_buddies_stand_in_for_missing_experts():
+    """The first of an expert's buddies that has a cell and that the token did not choose, with the
+    expert's weight, where the weights' entropy is large enough: expert by expert."""
+    rng, experts, most = np.random.default_rng(3), 12, 3
+    table = np.array([rng.permutation(experts)[:most] for _ in range(experts)], np.int32)
+    table[5], missing, swaps = -1, rng.random(experts) < 0.5, 0
+    ids = np.sort([rng.permutation(experts)[:3] for _ in range(40)], axis=1).astype(np.int32)
+    ids[0] = experts  # padding
+    weights = rng.dirichlet(np.ones(3), 40).astype(np.float32)
+    found = jax.tree.map(
+        np.asarray, jax.jit(substitute)(ids, weights, StandIns(table, missing, 0.7))
+    )
+    for own, given, after in zip(ids, weights, zip(*found, strict=True), strict=True):
+        want = own.tolist()
+        if -np.sum(given * np.log(given)) >= 0.7 * np.log(3) and own[0] < experts:
+            for place, expert in enumerate(own.tolist()):
+                buddies = [b for b in table[expert].tolist() if b >= 0]
+                free = [b for b in buddies if not missing[b] and b not in want]
+                if missing[expert] and free:
+                    want[place], swaps = free[0], swaps + 1
+        order = np.argsort(want, kind="stable")
+        assert after[0].tolist() == sorted(want)
+        np.testing.assert_array_equal(after[1], given[order])
+    assert swaps > 10 and not all(np.array_equal(a, b) for a, b in zip(ids, found[0], strict=True))
+
+
+@pytest.mark.slow
+def test_substitution_hits_more_and_says_that_outputs_change(tmp_path):
+    """By the buddies that a trace names; where every expert is resident it changes no bit."""
+    with favouring(None, trace=str(tmp_path / "routing")) as llm:
+        run(llm, mixed_jobs())
+        rate = llm.stats()["experts"]["hit_rate"]
+    option = f"buddies={tmp_path / 'routing'},spread=0%,cover=100%"
+    with favouring(option) as llm:
+        found, stats = run(llm, mixed_jobs()), llm.stats()
+        assert stats["experts"]["hit_rate"] > rate + 0.05
+        assert stats["cache_aware_routing"] == option and not same_bits(found, at_rest())
+        said = "residents stand in for missing experts, so tokens and logits depend on"
+        assert any(said in note for note in stats["notes"])
+    with favouring(option, expert_budget="100%") as llm:
+        assert same_bits(run(llm, mixed_jobs()), at_rest())
+    with pytest.raises(UserError, match="has no setting 'share=1'"):
+        favouring(f"{option},share=1")
+    with pytest.raises(UserError, match="learned from a trace: buddies=TRACE"):
+        favouring("buddies")
+    directory = write_checkpoint(tmp_path / "other", "Qwen3MoeForCausalLM")
+    with pytest.raises(UserError, match=r"routing has \d+ layers of 16 experts, and the model"):
+        favouring(option, directory, **SMALL)
 
 
 @pytest.mark.slow
