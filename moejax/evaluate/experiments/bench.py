@@ -218,7 +218,9 @@ class EngineBench:
         of the same kind with the budget held."""
         if not isinstance(policy, MvWsa):
             return policy
-        policy = dataclasses.replace(policy, costs=self.experiment.stated_prices.costs)
+        prices = self.experiment.stated_prices
+        assert prices is not None, "a definition with this policy was refused"
+        policy = dataclasses.replace(policy, costs=prices.costs)
         if policy.trace != TRAIN:
             return policy
         number = self.experiment.conversations.index(cell.text)

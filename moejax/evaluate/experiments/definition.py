@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.memory.budget import BudgetError
+from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.costs.hardware import is_stated
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, read_arm
@@ -41,6 +42,9 @@ PRICED = "priced"
 
 DRIVERS = ("device", "host")
 """The drivers that page by policies; the stream driver has none."""
+
+MEASURED_PRICES = "measured"
+"""In place of prices: the clock of conversations is the engine's own time."""
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "tokenizer"),
@@ -142,7 +146,9 @@ def _options(value: Any) -> dict[str, Any]:
     return found
 
 
-def _prices(value: Any) -> Mapping[str, float]:
+def _prices(value: Any) -> Mapping[str, float] | str:
+    if value == MEASURED_PRICES:
+        return value
     return vars(read_prices(_mapping(value)))
 
 
@@ -172,7 +178,7 @@ class Definition:
     temperature: float = _key(_temperature, 1.0)
     memory: str | None = _key(_or_none(_as_text(parse_size)), None)
     conversations: tuple[str, ...] = _key(_list_of(_text), ())
-    prices: Mapping[str, float] | None = _key(_or_none(_prices), None)
+    prices: Mapping[str, float] | str | None = _key(_or_none(_prices), None)
     modes: tuple[str, ...] = _key(_list_of(_one_of(*MODES)), MODES[:1])
     repeats: int = _key(_whole(), 6)
     quality_tokens: int | None = _key(_or_none(_whole(2)), None)
@@ -263,8 +269,9 @@ class Experiment(Definition):
         return self.costs is not None and is_stated(self.costs)
 
     @property
-    def stated_prices(self) -> Prices:
-        return Prices(**(self.prices or {}))
+    def stated_prices(self) -> Prices | None:
+        """The prices of conversations; None: their times are measured."""
+        return None if isinstance(self.prices, str) else Prices(**(self.prices or {}))
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -596,6 +603,10 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
         )
     for arm in asked.arms.values():
         where = f"policy {arm.name!r}"
+        yield (
+            asked.stated_prices is None and any(isinstance(p, MvWsa) for p in arm.policies),
+            f"{where} weighs experts against KV by prices; write prices, or use peak_headroom",
+        )
         yield (
             asked.driver == "device" and arm.needs_host,
             f"{where} looks between layers, which driver: device lacks; write driver: auto or host",

@@ -244,6 +244,7 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "policy ms/step": _median("policy_s", 1e3),
     "p99 ms": _median("tpot_p99_s", 1e3),
     "TTFT ms": _median("ttft_s", 1e3),
+    "turn ms": _median("turn_s", 1e3),
     "tokens/s": _median("tokens_per_s", 1, 1),
     "/ best held": lambda line: (
         f"{np.exp(np.log(line['held_ratios']).mean()):.3f} ({_range(line['held_ratios'], 3)})"

@@ -1,5 +1,5 @@
 """Conversations as a workload: seeded sessions with long documents, tool calls, changes of topic
-and bursts of arrivals, on a clock by stated prices.
+and bursts of arrivals, on a clock by stated prices or by the engine's own time.
 
 What is drawn depends on the seed and the session's number alone, so a workload of more sessions
 begins with the smaller one's. A turn holds what the user adds; what the model answered is known
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,15 +255,18 @@ class Conversations:
     pause has passed. The workload sets the length of answers."""
 
     sessions: tuple[Session, ...]
-    prices: Prices
+    prices: Prices | None
+    """None: the clock is the engine's own time, while it has work; pauses take no time."""
     temperature: float
     seed: int
 
     def play(self, engine: Engine) -> dict[str, Any]:
         """Runs the sessions to their end. Returns the columns of their record, with times by the
-        prices. A refusal ends the run, and all remaining turns are unserved."""
-        first, prices = read_priced_counts(engine), np.array(dataclasses.astuple(self.prices))
-        now, seen, refusal = 0.0, first, None
+        clock. A refusal ends the run, and all remaining turns are unserved."""
+        first, prices = read_priced_counts(engine), None
+        if self.prices is not None:
+            prices = np.array(dataclasses.astuple(self.prices))
+        now, seen, refusal, turn_s = 0.0, first, None, []
         due = [(each.arrival_s, number, 0) for number, each in enumerate(self.sessions)]
         heapq.heapify(due)
         running: dict[int, tuple[int, Request, float]] = {}
@@ -279,9 +283,12 @@ class Conversations:
                 if not running:
                     now = due[0][0]
                     continue
+                began = perf_counter()
                 engine.step()
-                counts = read_priced_counts(engine)
-                now, seen = now + float((counts - seen) @ prices) / 1e3, counts
+                took, counts = perf_counter() - began, read_priced_counts(engine)
+                if prices is not None:
+                    took = float((counts - seen) @ prices) / 1e3
+                now, seen = now + took, counts
                 for number, (index, request, arrival) in [*running.items()]:
                     if request.output:
                         first_tokens.setdefault((number, index), now - arrival)
@@ -289,6 +296,7 @@ class Conversations:
                         continue
                     del running[number]
                     said[number, index] = request
+                    turn_s.append(now - arrival)
                     turns = self.sessions[number].turns
                     if index + 1 < len(turns):
                         heapq.heappush(due, (now + turns[index + 1].think_s, number, index + 1))
@@ -319,6 +327,7 @@ class Conversations:
             "generated": generated,
             "priced_s": now,
             "ttft_s": float(np.mean([*first_tokens.values()])) if first_tokens else None,
+            "turn_s": float(np.mean(turn_s)) if turn_s else None,
             "tokens_per_s": generated / now if now else None,
             "kv_pages_moved": int((seen - first)[3]),
             "cells_end": sum(cells) / len(cells),

@@ -134,6 +134,20 @@ def test_times_are_what_prices_say(played):
 
 
 @pytest.mark.slow
+def test_times_over_a_link_are_measured(tmp_path):
+    """A miss of 96 KiB over 20 MB/s takes 5 ms, so more cells make turns shorter, by at least half
+    of what the link takes for the others' misses; tokens are those of stated prices."""
+    changes = {"policies": ["lru"], "prices": "measured", "link_rate": ["20MB/s"], "seeds": [0]}
+    found = moejax.ablate({**GRID, **changes}, tmp_path / "out", progress=False)
+    few, many = (row for row in found.rows if row["mode"] == "priced")
+    assert (few["budget"], many["budget"]) == ("25%", "50%") and few["tokens"] == many["tokens"]
+    saved = few["prefill_bytes"] + few["decode_bytes"] - many["prefill_bytes"]
+    saved -= many["decode_bytes"]
+    assert few["priced_s"] - many["priced_s"] > saved / 20e6 / 2 > 0
+    assert few["turn_s"] > many["turn_s"] > many["ttft_s"] > 0
+
+
+@pytest.mark.slow
 def test_what_begins_with_a_trace_has_one(played):
     traces = sorted(path.name for path in (played.directory / "traces").iterdir())
     assert traces == ["train-0-4-16", "train-0-4-32"]

@@ -272,6 +272,7 @@ TALKS = {
         ({"conversations": ["turns,turns=0"]}, "turns must be a number above 0, got 0"),
         ({"conversations": ["turns,turns=a"]}, "turns='a' is not a whole number"),
         ({"prices": {"miss_ms": -1}}, "prices are numbers of decode_ms, prefill_ms, miss_ms"),
+        ({"prices": "measured"}, "policy 'mv_wsa' weighs experts against KV by prices"),
         ({"policies": ["lru", "fate"]}, "which conversations do not have yet"),
         ({"policies": ["mv_wsa,gamma=1"]}, "mv_wsa has no setting 'gamma=1'"),
         (
