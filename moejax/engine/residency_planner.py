@@ -7,6 +7,7 @@ expert of every layer (host_offload.sizing.tiers). KV has all slots that experts
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from typing import Any
@@ -23,6 +24,7 @@ from host_offload.sizing.tiers import (
     PlannerState,
     StorageModel,
     fit_placement,
+    move_in_one_layer,
     plan_residency,
 )
 from moejax.engine.resize import empty_slot
@@ -57,8 +59,8 @@ class ResidencyPlanner:
         default_factory=lambda: deque(maxlen=KEPT_MOVES)
     )
     """Changes of placement. Each has the `step`s read before it, `why` (`kv`: KV grew; `rho`:
-    compute and loading were weighed), experts of all layers in each tier, their bytes and KV's
-    slots."""
+    compute and loading were weighed), experts of all layers in each tier, those of each layer at
+    the `host`, bytes of experts and KV's slots."""
     deferred: int = 0
     """Changes that failed, because KV could not leave a slot or a record could not be brought or
     packed."""
@@ -101,7 +103,7 @@ class ResidencyPlanner:
         arena = self.scheduler.arena
         room = (arena.slots - self.kv_needs()) * arena.layout.slot_bytes
         before, why = state.placement, "kv"
-        fits = fit_placement(self.model, before, room)
+        fits = self._fit(before, room)
         if fits is not before:
             self._due.clear()
             state = PlannerState(fits, last=-1)
@@ -158,6 +160,13 @@ class ResidencyPlanner:
             "moves": [*self.moves],
         }
 
+    def _fit(self, placement: np.ndarray, room: int) -> np.ndarray:
+        """Returns the placement that leaves KV its room, by moves of this planner if they can."""
+        if not self.staggered:
+            with contextlib.suppress(ValueError):
+                return fit_placement(self.model, placement, room, move_in_one_layer)
+        return fit_placement(self.model, placement, room)
+
     def _least_expert_slots(self) -> int:
         """Returns how many slots the window takes without residents."""
         window = self._window
@@ -182,6 +191,7 @@ class ResidencyPlanner:
         arena.grant_kv_slots(arena.slots - after.slots)
         dense, packed, host = placement[:, [DENSE, PACKED, HOST]].sum(axis=0).tolist()
         where = {"dense": dense, "packed": packed, "host": host}
+        where["by_layer"] = placement[:, HOST].tolist()
         taken = after.rows * arena.layout.hidden * 2
         held = {"expert_bytes": taken, "kv_slots": arena.count(SlotClass.KV)}
         self.moves.append({"step": self._steps, "why": why, **where, **held})

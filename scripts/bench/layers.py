@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moejax import LLM, SamplingParams
+from moejax import LLM, SamplingParams, UserError
 from moejax.models.config import load_config
 from moejax.models.hub import model_directory
 from scripts.parts.commands import new_parser, positive, refusing
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="demo", help="the model (default: %(default)s)")
     add("--link-rate", default="200MB/s", help="rate of the stated link (default: %(default)s)")
+    add("--whole", help="whole layers, such as 1,3,5 (default: from 1 to all)")
     add("--tokens", type=int, default=128, help="tokens of a run (default: %(default)s)")
     add("--rounds", type=int, default=3, help="rounds (default: %(default)s)")
     add("--json", action="store_true", help="one JSON object a line")
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(model_directory(args.model))
     layers, experts = sum(config.moe_layers), config.num_experts
     rows = []
-    for whole in range(1, layers + 1):
+    counts = range(1, layers + 1)
+    for whole in counts if args.whole is None else map(int, args.whole.split(",")):
+        if whole not in counts:
+            raise UserError(f"--whole: the model has {layers} layers, not {whole}")
         static = [0] * (layers - whole) + [experts] * whole
         arms = static, [experts * whole // layers] * layers
         found = np.empty((args.rounds, 2))

@@ -47,7 +47,8 @@ def score(
 
     tasks = held_out_tasks(domain, count)
     prompts = [as_chat(question) for question, _ in tasks]
-    with LLM(model, expert_budget="100%", precision=precision, progress=False) as llm:
+    budget = None if "hi_share=" in precision else "100%"  # which says it, too
+    with LLM(model, expert_budget=budget, precision=precision, progress=False) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
     right = 0
     for (question, expected), output in zip(tasks, outputs, strict=True):

@@ -1,10 +1,15 @@
 """Experiments are files of tens of lines that can be read and run, and figures name them."""
 
+import json
 import re
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from moejax.commands.main import main as moejax_main
 from moejax.evaluate.experiments.definition import read_changes, read_experiment
 from moejax.evaluate.experiments.grid import ablate
 
@@ -49,6 +54,7 @@ def fitting(policies):
     return [*dict.fromkeys(re.sub(r"distance=[4-9]", "distance=3", name) for name in policies)]
 
 
+@pytest.mark.claims
 @pytest.mark.nightly  # tests of grids run the same policies
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_all_run(repository, name, tmp_path):
@@ -65,3 +71,66 @@ def test_changes_are_yaml():
     for wrong, said in (("repeats", "write KEY=VALUE"), ("=1", "write KEY"), ("a=[", "no YAML")):
         with pytest.raises(ValueError, match=said):
             read_changes([wrong])
+
+
+# ---- the pages of claims
+
+PAGES = ("docs/research/papers.md", "docs/research/precision.md")
+OTHERS = {
+    "moejax train-predictor": None,
+    "python -m scripts.bench layers": ("--tokens", "8", "--rounds", "1", "--link-rate", "2GB/s"),
+    "python -m scripts.bench planner": ("--tokens", "16", "--requests", "2", "--rounds", "1"),
+    "pytest tests/host_offload/control": ("-m", "not slow"),
+    "pytest tests/moejax/engine/test_same_bits.py": ("-m", "not slow"),
+}
+"""Other commands of the pages, with arguments by which they run in seconds."""
+
+
+def page_commands(repository):
+    """The commands that the pages name, without their options."""
+    text = "".join((repository / page).read_text() for page in PAGES)
+    named = re.findall(r"`((?:moejax|pytest|python -m) [^`]*|[\w/]+\.yaml)`", text)
+    named = (command for command in named if command != "pytest -m claims")
+    named = (command.removeprefix("moejax ablate scripts/experiments/") for command in named)
+    return {command.partition(" --")[0] for command in named} - {"NAME.yaml", "moejax ablate"}
+
+
+def test_each_command_of_the_claims_is_run_at_small_size(repository):
+    found = page_commands(repository)
+    grids = {name for name in found if name.endswith(".yaml")}
+    assert len(grids) > 12 and grids <= {*DEFINITIONS}  # by test_all_run
+    assert found - grids == {*OTHERS}
+    for claim in re.findall(r"^\|(?! claim|-).*\|$", claims_of(repository), re.MULTILINE):
+        verdict = claim.split("|")[-2].strip()
+        assert re.match(r"supported|partly|contradicted|not tested", verdict), claim
+
+
+def claims_of(repository):
+    """The tables of claims, those with a verdict."""
+    text = (repository / PAGES[0]).read_text()
+    tables = re.findall(r"^\| claim .*?(?=^(?!\|))", text, re.MULTILINE | re.DOTALL)
+    assert len(tables) == 5
+    return "".join(tables)
+
+
+@pytest.mark.claims
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", OTHERS)
+def test_other_commands_run(command, tmp_path, monkeypatch, capsys, repository):
+    program, *arguments = command.split()
+    small = OTHERS[command]
+    if program == "pytest":
+        assert small is not None
+        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *small]
+        found = subprocess.run(run, cwd=repository, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout[-2000:]
+    elif small is None:
+        monkeypatch.chdir(tmp_path)
+        text = ["The old house", "--max-tokens", "24", "--trace", "run,arrays=gate_input"]
+        assert moejax_main(["generate", *text, "--quiet"]) == 0
+        assert moejax_main([*arguments, "run", "out.safetensors"]) == 0
+        assert (tmp_path / "out.safetensors").stat().st_size
+    else:
+        group, name = arguments[1].rpartition(".")[2], arguments[2]
+        assert import_module(f"scripts.{group}.{name}").main([*small, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[0])

@@ -516,6 +516,16 @@ def test_moves_that_are_not_staggered_are_of_one_layer():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("planner", ["live", "one-layer"])
+def test_what_kv_takes_is_of_the_planners_kind_too(planner):
+    """Exp#3's arm without balance releases experts of one layer, and the others one of each."""
+    with planning(f"flux,packed=75%,planner={planner}", memory=(69 + LEAST_KV) * RECORD) as llm:
+        answers(llm)
+        moves = [move["by_layer"] for move in llm.stats()["planner"]["moves"]]
+    assert len(moves) > 1 and (max(map(np.ptp, moves)) > 0) == (planner == "one-layer")
+
+
+@pytest.mark.slow
 def test_compute_is_profiled_by_bucket():
     with planning("flux,packed=50%,interval=1000", memory=120 * RECORD) as llm:
         answers(llm)

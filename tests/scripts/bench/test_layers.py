@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from scripts.bench import layers
-from tests.scripts.runs import json_lines
+from tests.scripts.runs import json_lines, refusal
 
 
 @pytest.mark.slow
@@ -25,5 +25,8 @@ def test_both_arms_have_the_same_bytes(capsys, monkeypatch):
         assert len(set(paged)) == 1 and static == sorted(static)
         assert 0 <= sum(static) - sum(paged) < count
     assert [row["ratio"] for row in rows] == [2.0] * (count - 1) + [1.0]
+    (row,) = json_lines(capsys, layers.main, "--rounds", "1", "--whole", "2")
+    assert row["whole"] == 2
+    assert "has 4 layers, not 5" in refusal(capsys, layers.main, "--whole", "5")
     args = argparse.Namespace(model="demo", link_rate="2GB/s", tokens=9)
     assert run(args, [4] * count) > 0
