@@ -42,9 +42,9 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
     """(cell, owner; −1: free) of all cells of the layer and version, in the order of eviction: free
     cells, then in the order in which the layer's next reference would evict their owners (plan's
     order: victim key, last use, expert id, cell)."""
-    tables_of = tables.cell_row, tables.cell_version, tables.owner
-    free, held, owners = [], [], []
-    for cell, (row, of, owner) in enumerate(
+    tables_of = tables.cell_row, tables.cell_version, tables.owner, tables.last_used
+    free, held = [], []
+    for cell, (row, of, owner, used) in enumerate(
         zip(*(t[layer].tolist() for t in tables_of), strict=True)
     ):
         if row < 0 or of != version:
@@ -52,18 +52,21 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
         if owner < 0:
             free.append((cell, -1))
         else:
-            held.append(cell)
-            owners.append(owner)
-    last_used = tables.last_used[layer, held]
-    key = victim_key(
+            held.append((used, owner, cell))
+    weights = tables.victim_weights.tolist()
+    if weights[0] >= 0 and not any(weights[1:]):  # the order of last use, which ties have too
+        held.sort()
+    else:  # in Python's numbers, since a layer has few cells
         # The clock of the next reference, at which plan would compute it.
-        tables.clock[layer] + np.int32(1) - last_used,
-        tables.frequency[layer, owners],
-        tables.prior[layer, owners],
-        tables.victim_weights,
-    )
-    order = sorted(zip(key.tolist(), last_used.tolist(), owners, held, strict=True))
-    return free + [(cell, owner) for *_, owner, cell in order]
+        clock = int(tables.clock[layer]) + 1
+        frequency, prior = tables.frequency[layer].tolist(), tables.prior[layer].tolist()
+        held.sort(
+            key=lambda one: (
+                victim_key(clock - one[0], frequency[one[1]], prior[one[1]], weights),
+                *one,
+            )
+        )
+    return free + [(cell, owner) for _, owner, cell in held]
 
 
 class Pager:

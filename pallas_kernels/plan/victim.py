@@ -24,8 +24,12 @@ def log2_fixed(x: Any) -> Any:
     """log2 of x ≥ 1 times LOG2_UNIT, linear between powers of two: exact at powers of two, never
     decreasing, elsewhere too small by at most 0.087.
 
-    - `x`: int32 numpy or jax array, any shape; values below 1 count as 1.
+    - `x`: int32 numpy or jax array, any shape, or a Python int; values below 1 count as 1.
     """
+    if isinstance(x, int):
+        exponent = max(x, 1).bit_length() - 1
+        down = exponent - 12
+        return (exponent - 1) * LOG2_UNIT + (x >> down if down > 0 else max(x, 1) << -down)
     if isinstance(x, np.ndarray | np.generic):
         # The exponent and first 12 bits of a float64 are this logarithm. 5 µs instead of 76:
         # policies between layers rank cells several times a layer.
