@@ -8,8 +8,15 @@ from moejax.errors import UserError
 
 GRID = """\
 # What is compared: moejax ablate grid.yaml (docs/reference/grids.md has all keys).
-policies: [lru, lfu, static, random, my_policy.py:MyPolicy]
+policies:                  # yours beside published ones, the first is the baseline
+- lru
+- mixtral-offloading
+- fate
+- moe-infinity=train       # it learns from other prompts
+- my_policy.py:MyPolicy
+driver: host               # of all, since most of them act between layers
 budgets: ["37.5%", "75%"]  # shares of the experts, or bytes such as 2MiB
+link_rate: 500MB/s         # experts come over a link of this rate
 texts: [story, code]       # in the package, or paths of your own
 prompt_tokens: 128
 output_tokens: 32
