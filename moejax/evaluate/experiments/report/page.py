@@ -14,8 +14,14 @@ import yaml
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import Records
-from moejax.evaluate.experiments.report.figures import Plot, draw, plots_of, points_of
-from moejax.evaluate.experiments.report.tables import Table, panels, tables_of
+from moejax.evaluate.experiments.report.figures import (
+    Plot,
+    draw,
+    plots_beside,
+    plots_of,
+    points_of,
+)
+from moejax.evaluate.experiments.report.tables import Table, panels, tables_of, title_beside
 
 ABOUT = """\
 Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, \
@@ -34,7 +40,7 @@ _TEMPLATES = jinja2.Environment(
 )
 
 Plots = Mapping[str, Mapping[str, str]]
-"""The plots of each panel, by the panel's title and the plot's name, as SVG."""
+"""The plots of each table, by the table's title and the plot's name, as SVG."""
 
 
 def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
@@ -75,12 +81,14 @@ def _stem(title: str) -> str:
 
 
 def _figures(records: Records) -> dict[str, list[Plot]]:
-    """Returns the plots of each panel by its title; none without matplotlib."""
+    """Returns the plots of each table by its title; none without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         return {}
-    return {panel.title: list(plots_of(panel)) for panel in panels(records)}
+    baseline, shown = records.asked["baseline"], panels(records)
+    found = {panel.title: list(plots_of(panel)) for panel in shown}
+    return {**found, title_beside(baseline): list(plots_beside(baseline, shown))}
 
 
 def page(records: Records, plots: Plots, kind: str = "html") -> str:

@@ -158,13 +158,17 @@ def _compare_with_held(records: Records, lines: Sequence[Line]) -> list[Line]:
 _FOLDERS = re.compile(r"[^\s+]*/")
 
 
+def short_name(policy: str) -> str:
+    """Returns a policy's name without the folders of files."""
+    return _FOLDERS.sub("", policy)
+
+
 def labels(lines: Sequence[Line]) -> list[str]:
     """Returns the policy of each line, with precision, mode and driver if the lines
     differ in them."""
     keys = [k for k in ("precision", "mode", "driver") if len({line[k] for line in lines}) > 1]
     return [
-        ", ".join([_FOLDERS.sub("", line["policy"]), *(str(line[key]) for key in keys)])
-        for line in lines
+        ", ".join([short_name(line["policy"]), *(str(line[key]) for key in keys)]) for line in lines
     ]
 
 
@@ -375,17 +379,27 @@ def kendall(pairs: Sequence[Pair]) -> float:
 # ---- all places
 
 
-def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
-    """Makes the table of each policy beside the baseline, over decode steps. moved: misses and
-    experts moved ahead of need."""
-    places: dict[tuple[Any, ...], dict[str, Line]] = {}
+def title_beside(baseline: str) -> str:
+    return f"Beside {baseline}, over all places below full residency"
+
+
+def lines_by_place(shown: Sequence[Panel]) -> dict[tuple[str, str, str], dict[str, Line]]:
+    """Returns the lines of all places below full residency by policy: by (panel's title, precision,
+    budget). Where a grid has several modes the first stands for all: their counts are alike."""
+    places: dict[tuple[str, str, str], dict[str, Line]] = {}
     for panel in shown:
         for line in panel.lines:
-            # Where a grid has several modes the first stands for all: their counts are alike.
-            counted = line["runs"] and line["mode"] in ("measured", "simulated")
+            counted = line["runs"] and line["mode"] in ("measured", "predicted", "simulated")
             if counted and line["cells_least"] < line["experts"]:
                 where = panel.title, line["precision"], line["budget"]
                 places.setdefault(where, {}).setdefault(line["policy"], line)
+    return places
+
+
+def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
+    """Makes the table of each policy beside the baseline, over decode steps. moved: misses and
+    experts moved ahead of need."""
+    places = lines_by_place(shown)
     names = dict.fromkeys(name for place in places.values() for name in place)
     rows = []
     for name in names if len(places) > 1 and len(names) > 1 else ():
@@ -400,8 +414,7 @@ def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
         rows.append([*row, _range([count_moved(line) / least for line, least in bounded if least])])
     told = ("/ its", "less in", "more in")
     headings = (f"{what} {one}" for what in ("moved", "misses") for one in told)
-    title = f"Beside {baseline}, over all places below full residency"
-    return Table(title, ("policy", *headings, "moved / MIN"), rows)
+    return Table(title_beside(baseline), ("policy", *headings, "moved / MIN"), rows)
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:
