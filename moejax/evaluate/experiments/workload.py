@@ -79,10 +79,12 @@ def digest_outputs(outputs: Sequence[Sequence[int]]) -> str:
 def _times(requests: Sequence[Request], seconds: float) -> dict[str, float | None]:
     first = [r.first_token_s - r.arrival_s for r in requests if r.first_token_s is not None]
     each = [time for request in requests for time in request.token_times]
+    # Where steps are short, a CPU's are read two by two: tokens' own times have two medians.
+    of_request = [np.mean(request.token_times) for request in requests if request.token_times]
     generated = sum(len(request.output) for request in requests)
     return {
         "ttft_s": float(np.median(first)),
-        "tpot_p50_s": float(np.percentile(each, 50)) if each else None,
+        "tpot_p50_s": float(np.median(of_request)) if of_request else None,
         "tpot_p99_s": float(np.percentile(each, 99)) if each else None,
         "tokens_per_s": generated / seconds if seconds else None,
     }

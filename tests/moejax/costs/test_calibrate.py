@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import types
@@ -16,7 +17,7 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.sizing.cost_model import CostModel, StepCost, Work
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import measure, other_programs, store
+from moejax.costs import forced, measure, other_programs, store
 from moejax.costs.store import (
     cost_file,
     find_quiet_costs,
@@ -167,6 +168,14 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         with pytest.raises(UserError, match="has run nothing"):
             cost_model_for(llm, force=True)
         assert cost_model_for(llm).costs().step_s == model.costs().step_s  # from the file
+        # Steps that are read two by two, after 1 and 3 seconds, took 2 each.
+        steps = measure.ForcedSteps(runner, measure._most_pages(runner))
+        reads = itertools.accumulate(itertools.cycle([1.0, 3.0]))
+        clock = types.SimpleNamespace(perf_counter=reads.__next__)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forced, "time", clock)
+            samples = steps.measure(measure.Case(1, runner.config.num_experts_per_tok), 4)
+        assert [sample.seconds for sample in samples] == [2.0] * 4
     assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
     assert model.expert_bytes == 3 * 128 * 128 * 2
     assert list(model.decode) == [2] and model.row_tile == 2 and model.chunk == 64

@@ -1,5 +1,6 @@
 """What a definition may say, and that each mistake in it is refused with what to write."""
 
+import itertools
 import json
 import sys
 
@@ -10,7 +11,8 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Group, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
-from moejax.evaluate.experiments.grid import ablate, learn
+from moejax.evaluate.experiments.grid import ablate, learn, open_results, select_left
+from moejax.evaluate.experiments.records import RECORDS, require_same
 
 LEARNER = """
 import dataclasses, pathlib
@@ -95,6 +97,20 @@ def test_a_file_that_changes_is_another_experiment(home):
     (home / "mine.py").write_text(MINE)
     (home / "math.txt").write_text("2 + 2 = 4. " * 2000)
     assert read_experiment(path).asked != before
+
+
+def test_a_grid_grows_by_repeats_and_policies_and_runs_only_what_is_new(tmp_path):
+    small = read_experiment(SMALL | {"repeats": 1})
+    with open_results(small, tmp_path / "out") as (_, write):
+        for cell, repeat in itertools.chain(*small.runs().values()):
+            write(RECORDS, {**vars(cell), "repeat": repeat, "error": None})
+    more = read_experiment(SMALL | {"repeats": 2, "policies": ["lru", "lfu", "fifo"]})
+    with open_results(more, tmp_path / "out") as (done, _):
+        left = itertools.chain(*select_left(more.runs(), done).values())
+        new = [(cell.policy, repeat) for cell, repeat in left if cell.mode == "measured"]
+    assert sorted(new) == sorted([("lru", 1), ("lfu", 1), ("fifo", 0), ("fifo", 1)] * 2)
+    with pytest.raises(UserError, match="repeats was 2 and is 1"):
+        require_same(tmp_path / "out", more.asked | {"repeats": 1})
 
 
 def test_a_policy_between_layers_brings_the_host_driver_for_the_baseline_too():

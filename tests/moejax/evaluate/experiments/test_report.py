@@ -5,14 +5,17 @@ import json
 import math
 import re
 import shutil
+import types
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 
 from moejax.commands import main as cli
 from moejax.errors import UserError
+from moejax.evaluate.experiments import workload
 from moejax.evaluate.experiments.records import Records, median_interval, read_results
-from moejax.evaluate.experiments.report.figures import draw, plots_of
+from moejax.evaluate.experiments.report.figures import draw, plots_beside, plots_of, points_of
 from moejax.evaluate.experiments.report.page import definition, page, write_report
 from moejax.evaluate.experiments.report.tables import (
     Pair,
@@ -158,7 +161,8 @@ def test_what_a_reader_must_know(records):
     rows[-2]["compiled"] = 1
     rows[-3]["decode_hits"] += 1
     asked = ASKED | {"repeats": 3, "policies": ["lru", "random"]}
-    other = SESSION | {"machine": "elsewhere"}
+    versions = {"moejax": "0.1.0", "jax": "0.12.0", "commit": "0123456789ab+"}
+    other = SESSION | {"machine": "elsewhere", "processor": "another", "versions": versions}
     found = dataclasses.replace(records, rows=rows, asked=asked, sessions=[SESSION, other])
     said = "\n".join(found.notes())
     for note in (
@@ -166,9 +170,12 @@ def test_what_a_reader_must_know(records):
         "1 of 10 seeds",
         "report a bug",
         "compiled",
-        "runs differ in machine",
+        "copy within the same memory",
+        *(f"runs differ in {name}" for name in ("machine", "processor", "jax", "commit")),
     ):
         assert note in said
+    linked = [row | {"link_rate": "1GB/s"} for row in records.rows]
+    assert not [x for x in dataclasses.replace(records, rows=linked).notes() if "same memory" in x]
     assert sum(line.get("counts_differ", False) for line in found.summary()) == 1
 
 
@@ -294,6 +301,39 @@ def test_plots_have_intervals_and_every_bound(records):
     assert bounds["times"] == ["MIN over the link"] and not bounds["misses"]
     (first, _), *_ = [series.points for series in plots["times"].series]
     assert first == (4.0, pytest.approx((3.5, 1.0, 6.0)))
+
+
+def test_a_requests_time_a_token_is_its_mean():
+    """A CPU's short steps are read two by two: the median of tokens' times may be half of it."""
+    requests: list[Any] = [
+        types.SimpleNamespace(first_token_s=1.0, arrival_s=0.0, token_times=times, output=[1] * 5)
+        for times in ([1, 3, 1, 3, 1], [1, 3, 1, 3, 1], [9, 9, 9, 9, 9])
+    ]
+    found = workload._times(requests, 10.0)
+    assert found["tpot_p50_s"] == pytest.approx(9 / 5) and found["tpot_p99_s"] == 9
+
+
+def test_one_chart_has_all_places(records):
+    """Two links; over the second the policy is as fast as the baseline at half the budget."""
+    slower = [
+        row
+        | {"link_rate": "1GB/s", "decode_ahead": 4 * (row["budget"] == "25%")}
+        | ({"tpot_p50_s": 1e-3} if row["budget"] == "50%" and "tpot_p50_s" in row else {})
+        for row in records.rows
+    ]
+    asked = {**ASKED, "link_rate": ["none", "1GB/s"]}
+    both = dataclasses.replace(records, asked=asked, rows=[*records.rows, *slower])
+    moved, time = plots_beside("lru", panels(both))
+    assert time.places == ["no link", "link 1GB/s"]
+    (mine,) = time.series
+    assert mine.name == "mine.py:Mine"
+    (_, apart), (_, near) = mine.points
+    assert apart == pytest.approx((1.5, 1.5, 1.5)) and near == pytest.approx((1.5**0.5, 1, 1.5))
+    assert [ratio for _, ratio in moved.series[0].points] == [(1, 1, 1), (1, 1, 1)]
+    names = {e.text for e in ElementTree.fromstring(draw(time)).iter() if e.text}
+    assert {"no link", "link 1GB/s", "mine.py:Mine"} <= names
+    assert list(points_of(time))[2][:2] == ("mine.py:Mine", "link 1GB/s")
+    assert not list(plots_beside("lru", panels(records)))
 
 
 def test_a_report_that_cannot_be_written_is_refused(records, tmp_path, monkeypatch):
