@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
     """Runs in use."""
     read: Int[Array, "N P"] | None = None
     """The pages from which the run's state comes, which an earlier run may have written; None: its
-    own."""
+    own, and no other run is of its sequence."""
     copy: Int[Array, "N P"] | None = None
     """Pages that get a copy of the state after the run; −1: none do."""
 
@@ -108,7 +108,7 @@ def advance(
         read = sequences.pages if sequences.read is None else sequences.read
         first = sequences.start[n] + sequences.skip[n] == 0
         bits = view[read[n][at[0]] + at[1]]
-        state = tuple(jnp.where(first, 0, each) for each in _unpack(bits, shapes))
+        state = tuple(jnp.where(first, 0, each) for each in unpack(bits, shapes))
 
         def of_token(t, carry):
             state, out = carry
@@ -135,7 +135,8 @@ def _elements(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize // 2
 
 
-def _unpack(rows: jax.Array, shapes: Shapes) -> list[jax.Array]:
+def unpack(rows: jax.Array, shapes: Shapes) -> list[jax.Array]:
+    """The arrays of a state that lies in these rows."""
     flat, arrays, at = rows.reshape(-1), [], 0
     for shape, dtype in shapes:
         count = _elements(shape, dtype)

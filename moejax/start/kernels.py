@@ -255,6 +255,10 @@ def kernel_shape(
         and "post_norm" in names
         and not {"post_norm_bias", "mlp_out_norm"} & names,
     )
+    if config.state is not None:
+        of_state = config.state.kernel_shape()
+        page = config.state_page(layout.page.block_size, dtype)
+        shape = dataclasses.replace(shape, state_page=page[:2], **of_state)
     if formats is None:
         return shape
     versions = tuple((f.cell.version, f.store.version) for f in formats)

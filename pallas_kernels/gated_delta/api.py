@@ -46,8 +46,9 @@ class DeltaShape(NamedTuple):
 class DeltaHeads(NamedTuple):
     """What the projections made of a layer's tokens."""
 
-    qkv: Float[Array, "T W"]
-    """Heads of q, then of k, then of v."""
+    qkv: Float[Array, "T columns"]
+    """Heads of q, then of k, then of v, then columns that are not read; by_key_head: of each key
+    head q, k, its heads of v and columns that are not read, as many as those of v."""
     beta: Float[Array, "T V"]
     """Before the sigmoid."""
     decay: Float[Array, "T decays"]
@@ -71,9 +72,17 @@ class DeltaOptions:
     shape: DeltaShape
     page: StatePage
     implementation: str = "xla"
+    by_key_head: bool = False
+    """The order of columns in qkv."""
+
+    @property
+    def least_columns(self) -> int:
+        """Columns that qkv has at least."""
+        values = self.shape.value_heads * self.shape.value_dim
+        return self.shape.columns + values * self.by_key_head
 
 
-IMPLEMENTATIONS = implementations("gated_delta", ("xla", "cpu"))
+IMPLEMENTATIONS = implementations("gated_delta", ("xla", "pallas", "cpu"))
 
 
 def gated_delta(
@@ -100,7 +109,8 @@ def gated_delta(
     implementation.
     """
     shape, page, tokens = options.shape, options.page, heads.qkv.shape[0]
-    if heads.qkv.shape[1] != shape.columns or weights.conv.shape[1:] != (shape.columns, shape.taps):
+    fits = heads.qkv.shape[1] >= options.least_columns
+    if not fits or weights.conv.shape[1:] != (shape.columns, shape.taps):
         raise ValueError(f"qkv {heads.qkv.shape}, conv {weights.conv.shape} for {shape}")
     gates = (tokens, shape.value_heads), (tokens, shape.decays)
     if heads.beta.shape != gates[0] or heads.decay.shape != gates[1]:

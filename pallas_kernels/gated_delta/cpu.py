@@ -4,12 +4,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.cpu.library import call, check_dtypes, int32
+from pallas_kernels.gated_delta.columns import separate
 from pallas_kernels.state_pages import run_operands
 
 
 def gated_delta(heads, weights, arena, sequences, layer, options):
     """gated_delta of the api. A thread computes whole key heads, one token after the other. State
     pages outside the arena are an error, before anything is written."""
+    heads = separate(heads, options)
     check_dtypes("gated_delta", **heads._asdict())
     stack_layer = weights.stack_layer
     conv, a_log, dt_bias = (

@@ -2,11 +2,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gated_delta.columns import separate
 from pallas_kernels.short_conv.reference import mixed as convolved
 from pallas_kernels.state_pages import advance
 
 
 def gated_delta(heads, weights, arena, sequences, layer, options):
+    heads = separate(heads, options)
     shape, dtype = options.shape, heads.qkv.dtype
     conv, a_log, dt_bias = (
         lax.dynamic_index_in_dim(each, weights.stack_layer, keepdims=False).astype(jnp.float32)

@@ -19,6 +19,7 @@ class Spec:
     row_values: int = 20
     """Values of a KV row."""
     page_rows: int = 10
+    by_key_head: bool = False
 
 
 SPECS = (
@@ -28,4 +29,5 @@ SPECS = (
     Spec((4,), "float16", DeltaShape(1, 1, 16, 8, 2)),
     Spec((9,), "float32", DeltaShape(1, 3, 4, 4, 3), row_values=7),
     Spec((6, 3), "bfloat16", DeltaShape(3, 3, 8, 8, 4, each=True)),
+    Spec((6, 3), "bfloat16", DeltaShape(3, 6, 8, 4, 4), by_key_head=True),
 )

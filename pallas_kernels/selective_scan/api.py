@@ -75,7 +75,7 @@ class ScanOptions:
     """Of time steps, behind the softplus."""
 
 
-IMPLEMENTATIONS = implementations("selective_scan", ("xla", "cpu"))
+IMPLEMENTATIONS = implementations("selective_scan", ("xla", "pallas", "cpu"))
 
 
 def selective_scan(

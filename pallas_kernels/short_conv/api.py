@@ -28,7 +28,7 @@ class ConvOptions:
     """Whether silu of the result is returned."""
 
 
-IMPLEMENTATIONS = implementations("short_conv", ("xla", "cpu"))
+IMPLEMENTATIONS = implementations("short_conv", ("xla", "pallas", "cpu"))
 
 
 def short_conv_state(width: int, taps: int, dtype: str) -> Shapes:

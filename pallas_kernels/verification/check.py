@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,15 @@ def together(rows: int) -> tuple[int, ...]:
     """Rows of the decode steps in one check, `rows` being the most. All FEW_ROWS are in two checks,
     since each check is a compilation."""
     return _TOGETHER.get(rows, (rows,))
+
+
+class StateShape(NamedTuple):
+    """What an op advances in a layer with state."""
+
+    op: str
+    sizes: tuple[Any, ...]
+    """Of gated_delta: (DeltaShape, by_key_head); of selective_scan: (ScanShape, limits); of
+    short_conv: (width, taps, silu)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +81,10 @@ class ModelShape:
     """Tokens of the vocabulary; 0: nothing is sampled."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
     """The versions of experts, by number: in a cell, in the store."""
+    states: tuple[StateShape, ...] = ()
+    """Of a layer with state; (): no layer has one."""
+    state_page: tuple[int, int] = (0, 0)
+    """KV rows of a page, and uint16 elements of a KV row: see StatePage."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pallas_kernels.verification.dense import dense_checks, table_checks
 from pallas_kernels.verification.latent import head_checks, latent_checks
 from pallas_kernels.verification.records import record_checks
 from pallas_kernels.verification.sampling import sampling_check
+from pallas_kernels.verification.states import state_checks
 
 WIDE_BYTES = (1 << 32) + (1 << 28)
 """Bytes of arrays above 4 GiB: Pallas addresses those with 64-bit offsets, by other kernels."""
@@ -42,6 +43,7 @@ def _all(shape: ModelShape, ops: Ops, wide_bytes: int) -> Iterator[Check]:
         yield sampling_check(shape)
     for least in (0, wide_bytes):
         yield from record_checks(shape, ops, least)
+        yield from state_checks(shape, least)
         if shape.latent:
             yield from latent_checks(shape, least)
         else:

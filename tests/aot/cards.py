@@ -26,13 +26,23 @@ from pallas_kernels.verification import Check, checks
 from pallas_kernels.verification.check import argument_shapes
 from tests.aot.aot_h200 import CARDS, Compiled, device_of
 from tests.aot.ptxas import Kernel, compile_kernels
-from tests.moejax.models.test_published_configs import PUBLISHED
+from tests.moejax.models.test_published_configs import FILES
+from tests.moejax.models.test_states import KIMI
 from tests.moejax.step.test_constant_memory import PREFILL, STAGED, GiB, abstract_programs
 
 ALTERNATING = "alternating windows"
 """Qwen3-30B-A3B if its layers had gpt-oss's windows in turn."""
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite", ALTERNATING)
+
+HYBRIDS = {
+    "Qwen3-Next-80B-A3B": FILES["Qwen3-Next-80B-A3B"] | {"num_hidden_layers": 8},
+    "Qwen3.5-35B-A3B": FILES["Qwen3.5-35B-A3B (text alone)"]
+    | {"num_hidden_layers": 8, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+    "Nemotron-3-Nano-30B-A3B": FILES["Nemotron-3-Nano-30B-A3B"],
+    "Kimi-Linear-48B-A3B": KIMI,
+}
+"""Models whose layers have states, of the first two as many as two turns of the pattern have."""
 
 STEPS = (ProgramKey("decode", 16), STAGED, PREFILL)
 """Decode of 16 rows, decode of 64 with a stage list, prefill of 8192 tokens."""
@@ -43,14 +53,15 @@ ARENA_GiB = {"a100": 40, "rtx4090": 14, "h200": 40, "rtx5060ti": 6}
 OURS = re.compile(
     r"linear|norm_linear|head_linear|rms_norm|layer_norm|kv_write|latent_write|decode_|prefill_"
     r"|route|plan|fill|stage|move|expert_|combine|norm_route|tile_squares|truncate"
+    r"|gated_delta|selective_scan|short_conv"
 )
 """How the names of our kernels begin; all others are XLA's."""
 
 
 def config_of(model: str) -> ModelConfig:
     if model != ALTERNATING:
-        return parse_config(PUBLISHED[model].raw)
-    config = parse_config(PUBLISHED[MODELS[0]].raw)
+        return parse_config(HYBRIDS.get(model) or FILES[model])
+    config = parse_config(FILES[MODELS[0]])
     turns = (True, False) * (config.num_hidden_layers // 2)
     return dataclasses.replace(config, sliding_window=128, window_layers=turns)
 
@@ -139,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("model", choices=[*MODELS, *HYBRIDS])
     parser.add_argument("card", choices=CARDS)
     parser.add_argument("--only", help="part of the names of checks, in place of steps")
     args = parser.parse_args()

@@ -49,9 +49,15 @@ CONFIGURATIONS = {
         "paged_attention prefill heads .* window 128 sinks",
     ),
     "Phi-3.5-MoE": ("layer_norm 4096", "route 16 top 2 sparsemixer .*"),
+    "Qwen3-Next-80B-A3B": ("gated_delta .*",),
+    "Kimi-Linear-48B-A3B": ("gated_delta .*",),
+    "Nemotron-3-Nano-30B-A3B": ("selective_scan .*", "short_conv .*"),
     "DeepSeek-V3": ("route 256 top 8 sigmoid .* corrected",),
 }
 """Names of start_checks: of each op one, of products and attention decode's and prefill's."""
+
+LATER = ("DeepSeek-V3", "Kimi-Linear-48B-A3B", "Nemotron-3-Nano-30B-A3B")
+"""Models whose kernels are compiled at night."""
 
 BY_CLASS = r"linear 5120x2048 rows 16 .*|expert_ffn .* 16|fill_ffn.*|.* write heads 32/4x128 .*"
 """What .ci/run compiles for the card with the least shared memory too, one of each table for it."""
@@ -104,7 +110,7 @@ def cases():
         for name in names:
             for card in CARDS:
                 least = card == "rtx4090" and re.fullmatch(BY_CLASS, name)
-                always = model != "DeepSeek-V3" and (card == "h200" or least)
+                always = model not in LATER and (card == "h200" or least)
                 marks = [] if always else [pytest.mark.nightly]
                 yield pytest.param(model, name, card, id=f"{model}-{name}-{card}", marks=marks)
 

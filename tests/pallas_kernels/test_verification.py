@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import sys
 import threading
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import OPS, resolve_ops
+from pallas_kernels.gated_delta import DeltaShape
 from pallas_kernels.mosaic import why_not_mosaic
 from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
+from pallas_kernels.selective_scan import ScanShape
 from pallas_kernels.triton import interpreted
 from pallas_kernels.verification import (
     NOT_CHECKED,
@@ -32,7 +35,7 @@ from pallas_kernels.verification import (
     why_no_kernels,
 )
 from pallas_kernels.verification.apart import outcomes_apart
-from pallas_kernels.verification.check import make_check, prepare
+from pallas_kernels.verification.check import StateShape, make_check, prepare
 from tests.pallas_kernels.faulty_checks import make_checks, toy_job
 
 SMALL = ModelShape(
@@ -55,6 +58,13 @@ SMALL = ModelShape(
     activation="silu",
     dtype="bfloat16",
     vocabulary=96,
+    states=(
+        StateShape("gated_delta", (DeltaShape(1, 2, 16, 16, 4), True)),
+        StateShape("gated_delta", (DeltaShape(2, 2, 16, 8, 4, each=True), False)),
+        StateShape("selective_scan", (ScanShape(2, 16, 1, 16), (0.0, math.inf))),
+        StateShape("short_conv", (40, 3, True)),
+    ),
+    state_page=(16, 32),
 )
 
 
@@ -88,6 +98,7 @@ def test_every_kernel_passes_its_checks():
     assert {check.op for check in found} == set(resolve_names())
     wide = {check.op for check in found if "offsets 64" in check.key}
     paged = {"kv_write", "latent_write", "paged_attention"}
+    paged |= {"gated_delta", "selective_scan", "short_conv"}
     assert wide == {"fill", "stage", "move", "expert_ffn", "fill_ffn"} | paged
     device = jax.devices()[0]
     errors = {check.key: (check.error(device), check.tolerance) for check in found}

@@ -135,6 +135,14 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
 
 
+def _add_towards_zero(a: Array, b: Array) -> Array:
+    """add.rz.f32, but rounded to 53 bits before it is to 24."""
+    exact = np.float64(a) + np.float64(b)
+    near = exact.astype(np.float32)
+    beyond = np.abs(near.astype(np.float64)) > np.abs(exact)
+    return np.where(beyond, np.nextafter(near, np.float32(0)), near)
+
+
 def _quotient(a: Array, b: Array) -> Array:
     """Towards zero."""
     with np.errstate(all="ignore"):
@@ -165,7 +173,8 @@ def _plain(ins: Instruction) -> Step:
     one = name in ("neg", "abs", "not", "popc", "ex2", "lg2", "rsqrt", "sqrt", "rcp")
     if count != (3 if three else 1 if one else 2):
         _refuse(ins)
-    if set(modes) - ROUNDINGS or (name, last) == ("fma", "f64"):
+    towards_zero = (name, *modes, last) == ("add", "rz", "f32")
+    if (set(modes) - ROUNDINGS and not towards_zero) or (name, last) == ("fma", "f64"):
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
     if last in ("f16x2", "bf16x2"):
         return _packed(ins, last.removesuffix("x2"))
@@ -187,6 +196,8 @@ def _plain(ins: Instruction) -> Step:
         function = _in_float32(function, lambda a: a.astype("f4"), lambda a: a.astype("f2"))
     elif name == "fma" and "rm" in modes:
         function = _fma_down
+    elif towards_zero:
+        function = _add_towards_zero
     if "ftz" in modes:
         function = _in_float32(function, _flushed, _flushed)
     if last == "f32" and name not in ("neg", "abs"):

@@ -61,9 +61,16 @@ def high_half(values) -> np.ndarray:
     return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def towards_zero(a, b) -> np.ndarray:
+    exact = a.astype(np.float64) + b
+    nearest = exact.astype(np.float32)
+    return np.where(np.abs(nearest) > np.abs(exact), np.nextafter(nearest, 0 * a), nearest)
+
+
 PAIRS = "mov.b64 %rd4, {%r2, %r3}; mov.b64 %rd5, {%r4, %r5};"
 TABLE = {
     "fma.rn.f32 %r2, %r3, %r4, %r5;": (np.float64(B) * C + D).astype(np.float32),
+    "add.rz.f32 %r2, %r2, %r3; sub.rn.f32 %r2, %r2, %r3;": towards_zero(A, B) - B,
     "max.f32 %r2, %r2, %r3, %r4;": np.maximum(np.maximum(A, B), C),
     "min.NaN.f32 %r2, %r2, %r3, %r5;": np.minimum(np.minimum(A, B), D),
     PAIRS + "add.rn.f32x2 %rd6, %rd4, %rd5; mov.b64 {%r2, %r3}, %rd6;": A + C,
@@ -96,7 +103,7 @@ def test_what_an_instruction_does(body):
     "instruction",
     [
         *("add.f32 %r2, %r3, %r4, %r5", "max.s32 %r2, %r3, %r4, %r5", "neg.f32 %r2, %r3, %r4"),
-        *("sad.s32 %r2, %r3, %r4, %r5", "add.rz.f32 %r2, %r3, %r4", "cvt.rz.f16.f32 %rs1, %r2"),
+        *("sad.s32 %r2, %r3, %r4, %r5", "add.rp.f32 %r2, %r3, %r4", "cvt.rz.f16.f32 %rs1, %r2"),
     ],
 )
 def test_what_is_not_known_is_refused(instruction):

@@ -17,6 +17,7 @@ from pallas_kernels.gated_delta import (
     gated_delta,
 )
 from pallas_kernels.state_pages import Shapes, StatePage
+from pallas_kernels.verification.check import StateShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +55,27 @@ class GatedDeltaNet(StateKind):
     def state(self, dtype: str) -> tuple[Shapes, ...]:
         return (self.shape.state(dtype),)
 
+    def kernel_shape(self):
+        return {"states": (StateShape("gated_delta", (self.shape, self.by_key_head)),)}
+
     def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
         projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)
-        qkv, gate, beta, decay = self._split(projected)
-        heads = DeltaHeads(qkv, beta, decay)
-        out, arena = _advance(stack, i, self.shape, heads, arena, tokens, page)
+        gate, beta, decay = self._split(projected)
+        heads = DeltaHeads(projected, beta, decay)
+        options = DeltaOptions(self.shape, page, stack.ops.gated_delta, self.by_key_head)
+        out, arena = _advance(stack, i, options, heads, arena, tokens)
         return _norm_and_gate(stack, i, out, jax.nn.silu, gate, self.shape), arena, counters
 
     def _split(self, projected: jax.Array) -> tuple[jax.Array, ...]:
-        """q, k and v [T, W], the gate [T, V·dv], beta and decay [T, V] of a projection."""
+        """The gate [T, V·dv], beta and decay [T, V] of a projection."""
         shape, values, rows = self.shape, self.values, len(projected)
         mixed, gates = jnp.split(projected, [shape.columns + values], axis=1)
         if not self.by_key_head:
-            qkv, gate = jnp.split(mixed, [shape.columns], axis=1)
-            return qkv, gate, *jnp.split(gates, 2, axis=1)
+            return mixed[:, shape.columns :], *jnp.split(gates, 2, axis=1)
         groups, wide = shape.key_heads, values // shape.key_heads
-        widths = [shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + wide]
-        parts = jnp.split(mixed.reshape(rows, groups, -1), widths, axis=2)
-        q, k, v, gate = (part.reshape(rows, -1) for part in parts)
+        gate = mixed.reshape(rows, groups, -1)[:, :, -wide:].reshape(rows, -1)
         beta, decay = jnp.split(gates.reshape(rows, groups, -1), 2, axis=2)
-        qkv = jnp.concatenate([q, k, v], axis=1)
-        return qkv, gate, beta.reshape(rows, -1), decay.reshape(rows, -1)
+        return gate, beta.reshape(rows, -1), decay.reshape(rows, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,27 +100,30 @@ class KimiDeltaAttention(StateKind):
     def state(self, dtype: str) -> tuple[Shapes, ...]:
         return (self.shape.state(dtype),)
 
+    def kernel_shape(self):
+        return {"states": (StateShape("gated_delta", (self.shape, False)),)}
+
     def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
         projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)
         columns, width = self.shape.columns, self.width
         ends = columns, columns + width, columns + 2 * width
-        qkv, decay, gate, beta = jnp.split(projected, ends, axis=1)
+        _, decay, gate, beta = jnp.split(projected, ends, axis=1)
         decay = stack.linear(decay, "decay", i, tokens)
         gate = stack.linear(gate, "state_gate", i, tokens)
-        heads = DeltaHeads(qkv, beta, decay)
-        out, arena = _advance(stack, i, self.shape, heads, arena, tokens, page)
+        heads = DeltaHeads(projected, beta, decay)
+        options = DeltaOptions(self.shape, page, stack.ops.gated_delta)
+        out, arena = _advance(stack, i, options, heads, arena, tokens)
         return _norm_and_gate(stack, i, out, jax.nn.sigmoid, gate, self.shape), arena, counters
 
 
 def _advance(
-    stack: AttentionLayer, i, shape: DeltaShape, heads: DeltaHeads, arena, tokens: Tokens, page
+    stack: AttentionLayer, i, options: DeltaOptions, heads: DeltaHeads, arena, tokens: Tokens
 ):
     """gated_delta with the layer's weights."""
     assert tokens.sequences is not None
     conv, a_log, dt_bias = (stack.weight(name) for name in ("conv", "a_log", "dt_bias"))
     conv, a_log = conv.reshape(*conv.shape[:2], -1), a_log.reshape(len(a_log), -1)
     weights = DeltaWeights(conv, a_log, dt_bias, i)
-    options = DeltaOptions(shape, page, stack.ops.gated_delta)
     given = arena, tokens.sequences, stack.page_layer(i), options
     return gated_delta(heads, weights, *given)
 

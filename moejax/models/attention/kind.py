@@ -195,8 +195,9 @@ class StateKind(abc.ABC):
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         raise ValueError("a layer with state has no keys and values")
 
+    @abc.abstractmethod
     def kernel_shape(self) -> dict[str, Any]:
-        return {}
+        """`states` of verification.ModelShape."""
 
     def rotary_dim(self, config: AttentionNumbers) -> int:
         return config.rotary_width or config.head_dim

@@ -21,6 +21,7 @@ from pallas_kernels.selective_scan import (
 )
 from pallas_kernels.short_conv import ConvOptions, ConvWeights, short_conv, short_conv_state
 from pallas_kernels.state_pages import Shapes, StatePage, state_rows
+from pallas_kernels.verification.check import StateShape
 
 WIDE = frozenset({"a_log", "dt_bias", "skip"})
 """Parameters that stay in float32."""
@@ -49,6 +50,10 @@ class StateSpace(StateKind):
 
     def state(self, dtype: str) -> tuple[Shapes, ...]:
         return self.shape.arrays(), short_conv_state(self.mixed, self.taps, dtype)
+
+    def kernel_shape(self):
+        scan = StateShape("selective_scan", (self.shape, self.limits))
+        return {"states": (scan, StateShape("short_conv", (self.mixed, self.taps, True)))}
 
     def _convolve(self, stack: AttentionLayer, i, x, arena, tokens: Tokens, page: StatePage):
         """(silu of the convolution of x [T, mixed], arena)."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from moejax.models.attention.kind import StateKind
 from pallas_kernels.short_conv import ConvOptions, ConvWeights, short_conv, short_conv_state
 from pallas_kernels.state_pages import Shapes, StatePage
+from pallas_kernels.verification.check import StateShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,9 @@ class ShortConvolution(StateKind):
 
     def state(self, dtype: str) -> tuple[Shapes, ...]:
         return (short_conv_state(self.width, self.taps, dtype),)
+
+    def kernel_shape(self):
+        return {"states": (StateShape("short_conv", (self.width, self.taps, False)),)}
 
     def attend(self, stack, i, x, arena, tokens, page: StatePage, squares, counters):
         projected = stack.norm_linear(x, "input_norm", "state_in", i, tokens, squares)

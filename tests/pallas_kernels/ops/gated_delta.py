@@ -18,7 +18,19 @@ COLUMNS = 30
 def options_of(spec, implementation):
     elements = spec.row_values * jnp.dtype(spec.dtype).itemsize // 2
     rows = state_rows(spec.shape.state(spec.dtype), elements)
-    return DeltaOptions(spec.shape, StatePage(spec.page_rows, elements, rows), implementation)
+    page = StatePage(spec.page_rows, elements, rows)
+    return DeltaOptions(spec.shape, page, implementation, spec.by_key_head)
+
+
+def columns_of(spec):
+    """Where qkv has q, k and v."""
+    shape = spec.shape
+    if not spec.by_key_head:
+        return np.arange(shape.columns)
+    each, wide = shape.key_dim, shape.value_heads // shape.key_heads * shape.value_dim
+    order = np.arange(options_of(spec, "xla").least_columns).reshape(shape.key_heads, -1)
+    ends = np.cumsum([each, each, wide])
+    return np.concatenate([part.reshape(-1) for part in np.split(order, ends, axis=1)[:3]])
 
 
 def case(spec, seed):
@@ -30,7 +42,7 @@ def case(spec, seed):
     weights = [stacked(rng, *each) for each in sizes]
     arena, pages = new_pages(rng, spec, page, COLUMNS)
     inputs = {
-        "qkv": draw(rng, (tokens, shape.columns), spec.dtype),
+        "qkv": draw(rng, (tokens, options_of(spec, "xla").least_columns + 2), spec.dtype),
         "beta": draw(rng, gates, spec.dtype),
         "decay": draw(rng, (tokens, shape.decays), spec.dtype),
         "weights": DeltaWeights(*weights, np.int32(STACK_LAYER)),
@@ -55,7 +67,8 @@ def recurrence(spec, inputs):
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
     out, at = [], 0
     for length in spec.lengths:
-        x = np.pad(wide(inputs["qkv"][at : at + length]), ((shape.taps - 1, 0), (0, 0)))
+        x = wide(inputs["qkv"][at : at + length, columns_of(spec)])
+        x = np.pad(x, ((shape.taps - 1, 0), (0, 0)))
         state = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
         for t in range(length):
             mixed = rounded(np.einsum("tc,ct->c", x[t : t + shape.taps], conv))
@@ -104,7 +117,7 @@ def bits_of_any_split(implementation):
 
 def bits_of_a_copy(implementation):
     """A run leaves a copy of its state in other pages, from which another sequence goes on."""
-    spec = Spec((9,), "float32")
+    spec = Spec((9,), contract.dtypes_of_bits(implementation)[0])
     inputs, arena, pages = case(spec, 0)
     want, _ = by_steps(spec, implementation, inputs, arena, pages, [8, 8])
     arena = np.concatenate([arena, np.full_like(arena, contract.POISON)])

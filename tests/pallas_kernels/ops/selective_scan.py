@@ -79,7 +79,7 @@ def check(spec, implementation):
 def bits_of_any_split(implementation):
     """Outputs and states, whatever the steps and the other sequences; nothing else is written."""
     for shape in (Spec.shape, ScanShape(2, 20, 1, 16, each=True)):
-        spec = Spec((13, 30, 1), "float32", shape)
+        spec = Spec((13, 30, 1), contract.dtypes_of_bits(implementation)[0], shape)
         inputs, arena, pages = case(spec, 0)
         want, states = by_steps(spec, implementation, inputs, arena, pages, [8] * 8)
         for sizes in ([1] * 40, [3, 1, 5, 8] * 10):
