@@ -137,6 +137,30 @@ def test_a_step_compiles_for_a_card(model, key, card):
             assert kernel.spill_bytes <= max(spilled, SPILLED_BY_NEWER), name
 
 
+HYBRID_DECODE = ProgramKey("decode", 16)
+MOE = " norm_linear_parts linear linear linear route plan" + FILLED
+STATE = "norm_linear gated_delta_conv gated_delta rms_norm linear" + MOE
+PAGED = "norm_linear rms_norm rms_norm decode_attention_write decode_attention_merge linear" + MOE
+"""Our kernels in Qwen3-Next's layers: with states, and with pages; a shared expert has a gate."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("card", ["h200", "rtx4090"])
+def test_a_decode_step_of_layers_with_states(card):
+    programs = step_programs(card, "Qwen3-Next-80B-A3B")
+    compiled, kernels = compile_step(card, programs, HYBRID_DECODE)
+    assert compiled.copies(MiB) == []
+    assert compiled.host_copies(1) == compiled.host_copies(1, to_host=True) == []
+    assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
+    assert compiled.memory.temp_bytes < TEMP["decode"]
+    assert compiled.graphs() == [True]
+    inside, _ = launches(compiled.thunks)
+    own = {name: n for name, n in inside.items() if OURS.match(name)}
+    assert own == collections.Counter((f"{STATE} " * 6 + f"{PAGED} " * 2).split())
+    of_states = {name: k for name, k in kernels.items() if name.startswith("gated_delta")}
+    assert of_states and all(k.spill_bytes == 0 for k in of_states.values())
+
+
 SAMPLED = {"sample_all": 6, "sample": 25}
 """Launches from logits to sampled tokens: the likeliest token, the distribution, its mass and the
 draw; where tokens are left out two searches of 8 passes, each a launch."""
