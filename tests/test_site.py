@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import html
 import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moejax import LLM, SamplingParams
 from moejax.commands.main import COMMANDS, main
 from moejax.start.options import OPTIONS
+from scripts.site.headlines import IMAGES, NO_NUMBER, NUMBERS
 from scripts.site.hooks import GENERATED, MARK, flat, link_pages, other_architectures, runs
 from tests.conftest import REPOSITORY
 
@@ -49,6 +52,16 @@ def test_every_architecture_with_experts_is_in_the_table():
             continue
         names = set(re.findall(rf'\("{kind}", "(\w+For(?:Causal|Cond|Block)\w+)"\)', table))
         assert names <= known, f"{kind} is not in scripts/site/architectures.tsv: {names - known}"
+
+
+def test_figures_of_claims_have_the_numbers_that_were_measured():
+    """Drawn by `python -m scripts.site.headlines`; a changed number needs it again."""
+    for paper, claims in yaml.safe_load(NUMBERS.read_text()).items():
+        drawn = html.unescape((IMAGES / f"claims-{paper}.svg").read_text())
+        texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+        for claim in claims:
+            numbers = (f"{claim[n]:g}" for n in NO_NUMBER if claim[n] is not None)
+            assert {claim["claim"], *numbers} <= {*texts} and claim["command"], paper
 
 
 @pytest.mark.parametrize("name", ["trace_arrays", "trace_uses"])
