@@ -29,6 +29,8 @@ from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 
 LATENT_EPS = 1e-6
+WIDE = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
+"""Products whose results an engine keeps in float32."""
 STATE_EPS = 1e-6
 """Epsilon of the norm of keys and queries before they reach the state of a gated delta net."""
 
@@ -39,14 +41,31 @@ class Layer:
     - `config`: as this layer has it.
     - `params`: the layer's parameters but its routed experts, float32.
     - `number`: its place in the model.
+    - `dtype`: what values of rows from `exact` on are rounded to; None: none are.
     """
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, jax.Array], number: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Mapping[str, jax.Array],
+        number: int,
+        dtype: str | None = None,
+        exact: int = 0,
+    ):
         self.config, self.params, self.number = config, params, number
+        self.dtype, self.exact = dtype, exact
+
+    def rounded(self, y, exact: int | None = None):
+        """y as an engine of `dtype` keeps it. exact: rows of y that are not rounded."""
+        if self.dtype is None:
+            return y
+        first = self.exact if exact is None else exact
+        return jnp.concatenate([y[:first], y[first:].astype(self.dtype).astype(jnp.float32)])
 
     def linear(self, x, key):
         y = x @ self.params[key].T
-        return y + self.params[f"{key}_bias"] if f"{key}_bias" in self.params else y
+        y = y + self.params[f"{key}_bias"] if f"{key}_bias" in self.params else y
+        return y if key in WIDE else self.rounded(y)
 
     def norm(self, x, key, eps=None):
         """Normalised x; x itself in a model without that norm."""
@@ -58,7 +77,8 @@ class Layer:
         # What layers with state normalise before their gate has whole weights.
         offset = self.config.unit_offset_norms and key != "state_norm"
         x = rms(x, eps) * (self.params[key] + offset)
-        return x + self.params[f"{key}_bias"] if f"{key}_bias" in self.params else x
+        x = x + self.params[f"{key}_bias"] if f"{key}_bias" in self.params else x
+        return self.rounded(x)
 
     @functools.cached_property
     def _rotation(self):
@@ -79,7 +99,7 @@ class Layer:
             first, second = jnp.split(turned, 2, axis=-1)
         first, second = first * cos - second * sin, second * cos + first * sin
         # Of interleaved pairs q and k have another order now, both the same one.
-        return jnp.concatenate([first, second, rest], axis=-1)
+        return self.rounded(jnp.concatenate([first, second, rest], axis=-1))
 
     def seen(self, count):
         """bool[T, T]: whether a token attends to another one."""
@@ -110,11 +130,17 @@ def rms(x, eps):
 
 
 def attend(layer: Layer, normed: jax.Array) -> jax.Array:
-    """The heads' outputs [T, H·hd], before the output projection, of normalised inputs [T, D]."""
+    """The heads' outputs [T, H·hd], before the output projection, of normalised inputs [T, D]. Rows
+    after the exact ones are the same tokens again."""
+    if layer.exact:
+        own = layer.config, layer.params, layer.number
+        parts = Layer(*own), Layer(*own, layer.dtype)
+        rows = jnp.split(normed, (layer.exact,))
+        return jnp.concatenate([attend(*part) for part in zip(parts, rows, strict=True)])
     heads = KINDS[type(layer.config.attention)](layer, normed)
     if "attention_gate" in layer.params:
         heads = heads * jax.nn.sigmoid(layer.linear(normed, "attention_gate"))
-    return heads
+    return layer.rounded(heads)
 
 
 def _grouped(layer: Layer, normed, gated=False):

@@ -7,6 +7,7 @@ how a file is read, and nothing of what computes: no kernel, no page, no record,
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -131,11 +132,17 @@ class Reference:
         return jnp.stack([rows[token] for token in ids]) * self.config.embedding_multiplier
 
     def layers(
-        self, x: jax.Array, count: int | None = None, followed: Followed | None = None
+        self,
+        x: jax.Array,
+        count: int | None = None,
+        followed: Followed | None = None,
+        dtype: str | None = None,
     ) -> Iterator[tuple[jax.Array, jax.Array, int]]:
         """Yields for each layer (x after it, what its router or feed-forward reads, how many
         tokens the engine routed otherwise than by what its router reads).
 
+        - `x`: [T, D]; with a `dtype` [2·T, D], the same tokens twice. The second ones are rounded
+          to it wherever an engine keeps values.
         - `count`: how many layers; None: all.
         - `followed`: the engine's routing, which is taken here too. Of two experts that are alike
           to a token, either may come first, and a state is compared with one of the same experts.
@@ -145,7 +152,8 @@ class Reference:
                 key: jnp.asarray(self._tensors.parts(parts))
                 for key, parts in layer_params(self.config, number).items()
             }
-            layer = Layer(self.config.of_layer(number), params, number)
+            exact = 0 if dtype is None else len(x) // 2
+            layer = Layer(self.config.of_layer(number), params, number, dtype, exact)
             x, normed, wrong = self._layer(layer, x, followed)
             yield x, normed, wrong
 
@@ -156,7 +164,7 @@ class Reference:
         normed, wrong, factor = layer.norm(x, "input_norm"), 0, config.residual_multiplier
         of_experts, routed = 1.0, normed
         heads = layer.linear(attention.attend(layer, normed), "o")
-        x = x + factor * layer.norm(heads, "attention_out_norm")
+        x = layer.rounded(x + factor * layer.norm(heads, "attention_out_norm"))
         if not config.parallel:
             before, routed = x, layer.norm(x, "post_norm")
             normed = routed
@@ -175,7 +183,7 @@ class Reference:
                 out = out + self._shared(layer, before, normed)
             of_experts = config.mlp_multiplier
         x = x + factor * of_experts * layer.norm(out, "mlp_out_norm")
-        return x * layer.params.get("layer_scale", 1.0), routed, wrong
+        return layer.rounded(x * layer.params.get("layer_scale", 1.0)), routed, wrong
 
     def _two_halves(self, layer: Layer, x, followed):
         """A layer of two attentions and two feed-forwards, whose experts read what the first
@@ -186,23 +194,25 @@ class Reference:
             if key.startswith(SECOND)
         }
         given = []
-        for half in (layer, Layer(layer.config, second, layer.number)):
+        own = layer.config, second, layer.number, layer.dtype, layer.exact
+        for half in (layer, Layer(*own)):
             normed = half.norm(x, "input_norm")
-            x = x + half.linear(attention.attend(half, normed), "o")
+            x = half.rounded(x + half.linear(attention.attend(half, normed), "o"))
             given.append(half.norm(x, "post_norm"))
-            x = x + self._gated(half, given[-1], "")
+            x = half.rounded(x + self._gated(half, given[-1], ""))
         out, wrong = self._experts(layer, given[0], given[0], followed)
-        return x + out, given[0], wrong
+        return layer.rounded(x + out), given[0], wrong
 
-    def logits(self, x: jax.Array) -> np.ndarray:
-        """float32[T, V] of x after the last layer."""
+    def logits(self, x: jax.Array, dtype: str | None = None) -> np.ndarray:
+        """float32[T, V] of x after the last layer. dtype: as in layers."""
         config, names = self.config, model_params(self.config)
         params = {
             key: jnp.asarray(self._tensors.parts(parts))
             for key, parts in names.items()
             if key.startswith("final_norm")
         }
-        x = Layer(config, params, config.num_hidden_layers).norm(x, "final_norm")
+        exact = 0 if dtype is None else len(x) // 2
+        x = Layer(config, params, config.num_hidden_layers, dtype, exact).norm(x, "final_norm")
         head = names.get("lm_head", names["embed"])[0][0]
         pieces = []
         for first in range(0, config.vocab_size, HEAD_ROWS):
@@ -231,9 +241,9 @@ class Reference:
     def _gated(self, layer: Layer, normed, key):
         if self.config.ungated:
             up = layer.linear(normed, f"{key}up")
-            return layer.linear(jax.nn.relu(up) ** 2, f"{key}down")
+            return layer.linear(layer.rounded(jax.nn.relu(up) ** 2), f"{key}down")
         gate, up = jnp.split(layer.linear(normed, f"{key}gate_up"), 2, axis=-1)
-        hidden = _ACTIVATIONS[self.config.hidden_act](gate) * up
+        hidden = layer.rounded(_ACTIVATIONS[self.config.hidden_act](gate) * up)
         return layer.linear(hidden, f"{key}down")
 
     def _shared(self, layer: Layer, x, normed):
@@ -255,6 +265,7 @@ class Reference:
             seen = np.asarray(layer.linear(followed.inputs[moe], "router"), np.float64)
             ids = self._with_zero_experts(followed.ids[moe], seen, params)
             wrong = self._wrong(seen, params, ids)
+            ids = np.tile(ids, (len(logits) // len(ids), 1))
             weights = self._weights(logits, ids)
         if "expert_scale" in params:
             weights = weights * np.asarray(params["expert_scale"])[ids]
@@ -262,14 +273,15 @@ class Reference:
         for expert in np.unique(ids):
             rows, places = np.nonzero(ids == expert)
             weight = weights[rows, places][:, None]
+            keep = functools.partial(layer.rounded, exact=int(np.searchsorted(rows, layer.exact)))
             if expert >= self.config.num_experts:
                 y = normed[rows] * weight
             elif self.config.weighted_inputs:
-                y = self._expert(normed[rows] * weight, moe, int(expert))
+                y = self._expert(keep(normed[rows] * weight), moe, int(expert), keep)
             else:
-                y = self._expert(normed[rows], moe, int(expert)) * weight
+                y = self._expert(normed[rows], moe, int(expert), keep) * weight
             np.add.at(out, rows, np.asarray(y))
-        return out, wrong
+        return layer.rounded(out), wrong
 
     def _with_zero_experts(self, ids: np.ndarray, logits: np.ndarray, params) -> np.ndarray:
         """The engine's choice, which does not say which of the zero_experts it has: its best."""
@@ -283,19 +295,21 @@ class Reference:
         found[rows, places] = best[rows, number[rows, places]]
         return found
 
-    def _expert(self, x, moe, expert):
+    def _expert(self, x, moe, expert, keep):
+        """keep: rounds what goes into the product with down."""
+
         def product(x, matrix):
             y = x @ self._tensors.expert(moe, expert, matrix).T
             bias = self.config.expert_bias
             return y + self._tensors.expert(moe, expert, f"{matrix}_bias") if bias else y
 
         if self.config.ungated:
-            return product(jax.nn.relu(product(x, "up")) ** 2, "down")
+            return product(keep(jax.nn.relu(product(x, "up")) ** 2), "down")
         gate, up, clamped = product(x, "gate"), product(x, "up"), self.config.swiglu
         if clamped is None:
-            return product(_ACTIVATIONS[self.config.hidden_act](gate) * up, "down")
+            return product(keep(_ACTIVATIONS[self.config.hidden_act](gate) * up), "down")
         gate, up = jnp.minimum(gate, clamped.limit), jnp.clip(up, -clamped.limit, clamped.limit)
-        return product((up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate), "down")
+        return product(keep((up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)), "down")
 
     def _route(self, logits: np.ndarray, params) -> tuple[np.ndarray, np.ndarray]:
         """(experts, weights) [T, K] by the config's rule, without its residual multiplier."""

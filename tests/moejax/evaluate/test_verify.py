@@ -25,10 +25,10 @@ SPECIAL, TEXT = "special tokens", "text"
 SMALL = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"]
 
 
-def verify(capsys, directory, *options):
+def verify(capsys, directory, *options, dtype="float32"):
     """(exit status, check's name → whether it is right)."""
     given = ["verify", str(directory), "--json", "-q", "--tokens", "40", *options]
-    status = cli.main([*given, "--dtype", "float32", *SMALL])
+    status = cli.main([*given, "--dtype", dtype, *SMALL])
     found = json.loads(capsys.readouterr().out)
     assert found["right"] == (status == 0)
     return status, {check["name"]: check["good"] for check in found["checks"]}
@@ -120,6 +120,32 @@ def turned_taps(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("family", "plant"),
+    [
+        ("LongcatFlash", swapped_gate_and_up),
+        *(
+            pytest.param(name, plant, marks=pytest.mark.nightly)
+            for name, plant in (
+                *(("Qwen3Moe", wrong_rope), ("GptOss", wrong_rope), ("DeepseekV3", wrong_rope)),
+                *(("Gemma4", wrong_rope), ("NemotronH", turned_taps), ("Phimoe", wrong_rope)),
+            )
+        ),
+    ],
+)
+def test_errors_of_a_run_in_bfloat16(capsys, monkeypatch, tmp_path, family, plant):
+    """A layer of LongCat-Flash has two attentions and three feed-forwards, and random weights
+    enlarge what each of them rounds."""
+    directory = write_checkpoint(tmp_path, f"{family}ForCausalLM")
+    for planted in (None, plant):
+        if planted is not None:
+            planted(monkeypatch)
+        _, checks = verify(capsys, directory, dtype="bfloat16")
+        assert verdict(checks, LOGITS) is (planted is None)
+        assert verdict(checks, LAYERS) is (planted is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("family", "plants"),
     [
         ("Qwen3NextForCausalLM", (None, turned_taps)),
@@ -207,7 +233,7 @@ def test_a_hidden_state_that_is_not_finite_is_wrong():
     wrong = right.copy()
     wrong[0, 0] = np.nan
     assert not model._distances(right, right).any()
-    assert model._of_layers([(0, model._distances(wrong, right))], "float32").good is False
+    assert model._of_layers([(0, model._distances(wrong, right), 1.0)], "float32").good is False
 
 
 def test_a_choice_with_an_expert_twice_is_wrong(biased):
