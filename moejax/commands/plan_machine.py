@@ -74,7 +74,8 @@ def predict(args: argparse.Namespace) -> int:
     given |= {"version": args.precision, "expert_budget": budget, "dtype": args.dtype}
     given["batches"] = None if args.batch is None else _batches(args.batch)
     given["trace"] = None if args.workload is None else open_trace(args.workload)
-    config, _ = read_headers(args.model)
+    config, weights = read_headers(args.model)
+    given["coded"] = None if weights is None else weights.coded
     found = forecast(config, machine, **{k: v for k, v in given.items() if v is not None})
     if args.json:
         rows = [{**dataclasses.asdict(one), "tokens_per_s": one.tokens_per_s} for one in found]

@@ -112,7 +112,7 @@ class StoredModel:
         is the path joined by dots, such as "runs.0.qkv". A family's wide_params keep float32."""
         tree, leaves = abstract_params(self.config, NUMPY_DTYPES[self.dtype]), {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            key = ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
+            key = param_key(path)
             leaves[key] = Leaf(f"params.{key}", leaf.dtype, leaf.shape, key.startswith("runs."))
         return leaves
 
@@ -132,6 +132,11 @@ class StoredModel:
             Leaf(f"experts.{version}.{layer}", np.dtype(np.uint16), shape, True)
             for layer in range(sum(self.config.moe_layers))
         )
+
+
+def param_key(path: Iterable[Any]) -> str:
+    """The key in StoredModel.params of a leaf, by its path in the tree."""
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
 
 
 def orbax_files(

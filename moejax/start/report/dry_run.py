@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore, StoredVersion
@@ -15,9 +15,9 @@ from moejax.start.decide.facts import ModelFacts, bytes_of, device_facts
 from moejax.start.decide.split import find_costs
 from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
-from moejax.start.decide.transfers import automatic
+from moejax.start.decide.transfers import automatic, reads_codes
 from moejax.start.options import Config
-from moejax.start.report.model_info import read_headers
+from moejax.start.report.model_info import in_codes, read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 
@@ -30,17 +30,18 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
     settings = settings.of_model(*config.expert_layers)
     dense_layers = {} if weights is None else weights.dense_layers
+    chosen = select_device(options.runtime.device, options.runtime.threads)
     model = facts_without_weights(
         config,
         options.model.dtype,
         settings.versions,
         dense_layers.get("lossless12", ()),
         in_files=options.memory.store.name == "file",
+        coded=weights.coded if weights and reads_codes(settings, chosen.platform) else {},
     )
     assumed = ["the weights are what config and headers say"]
     if "lossless12" in settings.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
-    chosen = select_device(options.runtime.device, options.runtime.threads)
     store_builder(settings, chosen.platform)  # which refuses what cannot be
     kind = "moejax-orbax" if weights is None else weights.format
     if options.memory.store.name == "file":
@@ -73,11 +74,13 @@ def facts_without_weights(
     dense_layers: Sequence[int] = (),
     *,
     in_files: bool = False,
+    coded: Mapping[str, int] | None = None,
 ) -> ModelFacts:
     """Returns ModelFacts of a checkpoint with these versions.
 
     - `dense_layers`: MoE layers that lossless12 cannot hold.
     - `in_files`: whether experts stay in files.
+    - `coded`: bytes of the matrices that a run in bfloat16 keeps in the checkpoint's codes.
     """
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
@@ -100,4 +103,7 @@ def facts_without_weights(
     )
     count = sum(config.moe_layers) * config.num_experts if in_files else 0
     file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
-    return ModelFacts(config, named, store, *bytes_of(abstract_params(config, dtype)), file_bytes)
+    params = abstract_params(config, dtype)
+    if coded and named == "bfloat16":
+        params = in_codes(params, coded)
+    return ModelFacts(config, named, store, *bytes_of(params), file_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +114,7 @@ def forecast(
     version: str | None = None,
     expert_budget: int | Share | None = None,
     trace: Trace | None = None,
+    coded: Mapping[str, int] | None = None,
 ) -> list[Forecast]:
     """Returns forecasts for each batch: of the driver `device` with LRU, of the same with the least
     misses that any eviction could have (`least`, Belady's MIN, where layers hold the experts of
@@ -124,11 +125,13 @@ def forecast(
     - `version`: of the experts; None: the checkpoint's own.
     - `expert_budget`: bytes or a share for experts; None: what KV leaves.
     - `trace`: recorded routing, whose batch it is then; None: generated.
+    - `coded`: as in model_info; only CPUs compute from codes.
 
     Raises UserError for a memory that is too small, a version that the model cannot have, and a
     trace of another shape or without decode steps.
     """
-    info = model_info(config, dtype)
+    coded = None if machine.hardware.link else coded
+    info = model_info(config, dtype, coded)
     context = min(CONTEXT, info.max_model_len) if context is None else context
     prompt = min(PROMPT, context) if prompt is None else prompt
     for name, tokens in (("context", context), ("prompt", prompt)):
@@ -152,6 +155,7 @@ def forecast(
             context=context,
             version=version,
             expert_budget=expert_budget,
+            coded=coded,
         )
         if held.problem is not None:
             raise UserError(f"with {batch} sequences the memory is {held.problem}")

@@ -9,10 +9,12 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from host_offload.memory.budget import ArenaTooSmall, Share, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
@@ -20,6 +22,7 @@ from moejax.checkpoints.load import (
     check_orbax_options,
     checkpoint_format,
 )
+from moejax.checkpoints.orbax.layout import param_key
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.checkpoints.tensor_checkpoint import open_tensors
@@ -114,6 +117,8 @@ class Weights:
     """The MoE layers that each such version lacks; they are dense."""
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
     """Tensors that the model does not use, counted by what they belong to."""
+    coded: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Key → bytes of the matrices that stay in the files' codes where a CPU runs in bfloat16."""
 
 
 def read_headers(
@@ -139,6 +144,7 @@ def read_headers(
     if kind == "config":
         return parse_config(read_json(directory), str(path)), None
     left_out: dict[str, int] = {}
+    coded: dict[str, int] = {}
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
@@ -148,14 +154,28 @@ def read_headers(
         config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
         made, left_out = ({}, {}), opened.left_out
+        coded = {key: 2 * count for key, (_, count) in opened.coded_params("bfloat16").items()}
     sizes = [path.stat().st_size for path in paths if path.is_file()]
-    return config, Weights(kind, len(sizes), sum(sizes), *made, left_out)
+    return config, Weights(kind, len(sizes), sum(sizes), *made, left_out, coded)
 
 
-def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
+def in_codes(params: Any, coded: Mapping[str, int]) -> Any:
+    """Returns abstract parameters with those that stay in codes as uint16 of as many bytes."""
+
+    def leaf(path: Any, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        nbytes = coded.get(param_key(path))
+        return one if nbytes is None else jax.ShapeDtypeStruct((nbytes // 2,), np.uint16)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def model_info(
+    config: ModelConfig, dtype: str = "auto", coded: Mapping[str, int] | None = None
+) -> ModelInfo:
     """Returns the sizes of a model.
 
     - `dtype`: "auto" (the config's) or the run's.
+    - `coded`: Weights.coded, for a run that keeps those matrices so.
 
     Raises UserError for an unknown dtype.
     """
@@ -164,10 +184,13 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     if record.biases:
         expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
+    if params["embed"].dtype.name != "bfloat16":
+        coded = None
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
-        counts[1] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        counts[1] += (coded or {}).get(param_key(path), nbytes)
     stored, versions = moe_layers * config.num_experts, {}
     own = {version: len(layers) for version, layers in config.expert_layers.items()}
     for version in dict.fromkeys((*VERSIONS, *own)):
@@ -212,6 +235,7 @@ def fit(
     context: int | None = None,
     version: str | None = None,
     expert_budget: int | Share | None = None,
+    coded: Mapping[str, int] | None = None,
 ) -> Fit:
     """Returns what fits into `memory` bytes of a device: the dense part first, then the arena,
     split like an engine's (host_offload.memory.budget).
@@ -220,6 +244,7 @@ def fit(
     - `context`: tokens of each sequence; None: the model's longest.
     - `version`: of the experts; None: the checkpoint's own.
     - `expert_budget`: bytes or a share for experts; None: what KV leaves.
+    - `coded`: as in model_info.
 
     Raises UserError for a batch or context below one, or a context beyond the model's.
     """
@@ -230,7 +255,7 @@ def fit(
             raise UserError(f"{name} must be at least 1, got {value}")
     if context > longest:
         raise UserError(f"context {context} is more than the model's {longest} positions; lower it")
-    info = model_info(config, dtype)
+    info = model_info(config, dtype, coded)
     itemsize = expert_layout(config, dtype).itemsize
     versions = (*info.own_versions,) if version is None else (version,)
     slots = config.slot_layout(itemsize, versions, info.dtype)

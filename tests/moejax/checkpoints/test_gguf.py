@@ -21,6 +21,9 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
 from moejax.models.gguf_header import read_gguf
+from moejax.start.decide.facts import facts_of
+from moejax.start.report.dry_run import facts_without_weights
+from moejax.start.report.model_info import model_info, read_headers
 from pallas_kernels.linear import CodedWeights
 from pallas_kernels.records import decode
 from tests.moejax.gguf_models import ARCHITECTURES, gguf_model
@@ -227,7 +230,13 @@ def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(direc
     gguf_model(path, experts="Q4_K", others="Q6_K", **WIDE)
     found = run(path, "bfloat16")
     assert found[1] == run(directory / "coded-dense", "bfloat16")[1]
-    loaded, plain = (load_checkpoint(path, coded=coded).params for coded in (True, False))
+    whole, same = (load_checkpoint(path, coded=coded) for coded in (True, False))
+    loaded, plain, (config, weights) = whole.params, same.params, read_headers(path)
+    for model, coded in ((whole, weights.coded), (same, {})):  # which a dry run has from headers
+        without = facts_without_weights(config, "auto", whole.store.versions, coded=coded)
+        facts = facts_of(model)
+        assert (without.param_bytes, without.read_bytes) == (facts.param_bytes, facts.read_bytes)
+        assert model_info(config, "auto", coded).device_bytes == facts.param_bytes
     pairs = [(loaded["lm_head"], plain["lm_head"][None])]
     pairs += [(run["qkv"], plain["runs"][i]["qkv"]) for i, run in enumerate(loaded["runs"])]
     for coded, whole in pairs:
