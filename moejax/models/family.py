@@ -309,17 +309,23 @@ class Fields:
         return window
 
     def rope_of_type(self, kind: str, default: dict[str, Any], longest: int) -> Rope:
-        """The rope of layers of one type, from rope_parameters with a table for each layer type.
+        """The rope of layers of one type; arguments as in rope_table.
+
+        - `longest`: max_position_embeddings.
+        """
+        table = self.rope_table(kind, default)
+        return parse_rope(table.raw, longest, table.source, proportional=True)
+
+    def rope_table(self, kind: str, default: dict[str, Any]) -> Fields:
+        """What says the rope of layers of one type, where rope_parameters has a table for each.
 
         - `kind`: one of the names in layer_types.
         - `default`: the family's table.
-        - `longest`: max_position_embeddings.
         """
         tables = self.raw.get("rope_parameters") or {kind: default}
         if not isinstance(tables, dict) or not isinstance(tables.get(kind), dict):
             raise self.refuse(f"rope_parameters must have an object for {kind!r}, not {tables!r}")
-        source = f"{self.source}: {kind}"
-        return parse_rope({"rope_parameters": tables[kind]}, longest, source, proportional=True)
+        return Fields({"rope_parameters": tables[kind]}, f"{self.source}: {kind}")
 
     def dtype(self) -> str | None:
         name = self.alias("dtype", "torch_dtype")

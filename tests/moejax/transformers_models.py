@@ -207,6 +207,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Laguna": {
+        **_NARROW,
+        "head_dim": 16,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 48,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 6, 4],
+    },
     "GraniteMoeSWA": {
         "intermediate_size": 32,
         "num_local_experts": 6,

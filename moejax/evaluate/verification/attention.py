@@ -22,6 +22,7 @@ from moejax.models.attention.mamba import Mamba, Mamba2, StateSpace
 from moejax.models.attention.short_conv import ShortConvolution
 from moejax.models.families.gemma4 import NormedValues
 from moejax.models.families.hunyuan_v1_moe import LateNormAttention
+from moejax.models.families.laguna import SoftplusGatedAttention
 from moejax.models.families.llama4 import Llama4Attention
 from moejax.models.families.longcat_flash import ScaledLatentAttention
 from moejax.models.families.mistral4 import GrowingAttention
@@ -137,9 +138,12 @@ def attend(layer: Layer, normed: jax.Array) -> jax.Array:
         parts = Layer(*own), Layer(*own, layer.dtype)
         rows = jnp.split(normed, (layer.exact,))
         return jnp.concatenate([attend(*part) for part in zip(parts, rows, strict=True)])
-    heads = KINDS[type(layer.config.attention)](layer, normed)
+    kind = layer.config.attention
+    heads = KINDS[type(kind)](layer, normed)
     if "attention_gate" in layer.params:
-        heads = heads * jax.nn.sigmoid(layer.linear(normed, "attention_gate"))
+        gate, soft = layer.linear(normed, "attention_gate"), type(kind) is SoftplusGatedAttention
+        gate = jax.nn.softplus(gate) if soft else jax.nn.sigmoid(gate)
+        heads = heads * jnp.repeat(gate, heads.shape[1] // gate.shape[1], axis=1)
     return layer.rounded(heads)
 
 
@@ -361,7 +365,7 @@ def _unit(x):
 
 KINDS: dict[type, Callable[[Layer, Any], jax.Array]] = {
     **dict.fromkeys((GroupedQueryAttention, GatedAttention, LateNormAttention), _grouped),
-    **dict.fromkeys((Llama4Attention, NormedValues), _grouped),
+    **dict.fromkeys((Llama4Attention, NormedValues, SoftplusGatedAttention), _grouped),
     **dict.fromkeys((LatentAttention, GrowingAttention, IndexedAttention), _latent),
     ScaledLatentAttention: _latent,
     HeadGatedAttention: _head_gated,

@@ -36,6 +36,7 @@ _PLACES = (
     "aria:FAMILY",
     "aria:IMAGES",
     "hy_v3:FAMILY",
+    "laguna:FAMILY",
     "exaone_moe:FAMILY",
     "hunyuan_v1_moe:FAMILY",
     "bailing_moe:SARVAM",

@@ -230,6 +230,14 @@ SMALL: dict[str, dict[str, Any]] = {
         sliding_window=70,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "LagunaForCausalLM": dict(
+        num_experts=8,
+        head_dim=16,
+        sliding_window=70,
+        shared_expert_intermediate_size=32,
+        num_attention_heads_per_layer=[4, 6, 4],
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "GraniteMoeSWAForCausalLM": dict(
         num_local_experts=8,
         shared_intermediate_size=32,

@@ -33,7 +33,7 @@ GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
 COHERE = "cohere2_moe"
-MELLUM, WINDOWS = "mellum", "granitemoe_swa"
+MELLUM, WINDOWS, LAGUNA = "mellum", "granitemoe_swa", "laguna"
 HYBRID, JAMBA, KIMI_LINEAR = "granitemoehybrid", "jamba", "kimi_linear"
 NO_ROPE = JAMBA, KIMI_LINEAR
 NEMOTRON, LONGCAT, DBRX = "nemotron_h", "longcat_flash", "dbrx"
@@ -62,7 +62,7 @@ GQA = (
     *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
     *(SHARED, HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, GLM_V, GPT),
     *(AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS, LFM, COHERE, HYBRID, JAMBA),
-    *(MELLUM, WINDOWS, NEMOTRON, *ARIAS),
+    *(MELLUM, WINDOWS, NEMOTRON, LAGUNA, *ARIAS),
 )
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 MLA = (KIMI_LINEAR, LONGCAT, *DEEPSEEK, LITE, KIMI, SARVAM_MLA, *MISTRALS, *OF_V3)
@@ -112,6 +112,7 @@ BASE: dict[str, dict[str, Any]] = {
     AXK1: {"norm_topk_prob": False},
     FLINT: {"norm_topk_prob": False},
     MELLUM: {"layer_types": ["full_attention", "sliding_attention"] * 14, "norm_topk_prob": False},
+    LAGUNA: {"layer_types": ["full_attention", "sliding_attention"] * 20},
     **{kind: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2} for kind in INDEXED},
     GPT: {"num_hidden_layers": 24},
     COHERE: {
@@ -154,6 +155,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     DOTS: 24,
     FLINT: 49,
     MELLUM: 28,
+    LAGUNA: 40,
     AXK1: 61,
     "deepseek_v32": 61,
     "glm_moe_dsa": 78,
@@ -182,7 +184,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "hidden_size": (KINDS, 1280),
     "intermediate_size": (tuple(kind for kind in KINDS if kind not in (SOLAR, DBRX)), 96),
     "num_hidden_layers": (
-        tuple(kind for kind in KINDS if kind not in (LFM, HYBRID, MELLUM, NEMOTRON)),
+        tuple(kind for kind in KINDS if kind not in (LFM, HYBRID, MELLUM, NEMOTRON, LAGUNA)),
         30,
     ),
     "num_attention_heads": (KINDS, 64),
@@ -203,7 +205,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (tuple(kind for kind in KINDS if kind not in (NEMOTRON, DBRX)), 1e-3),
     "rope_parameters": (
-        tuple(kind for kind in KINDS if kind not in (*GEMMAS, *NO_ROPE, MELLUM, NEMOTRON)),
+        tuple(kind for kind in KINDS if kind not in (*GEMMAS, *NO_ROPE, MELLUM, NEMOTRON, LAGUNA)),
         {"rope_type": "default", "rope_theta": 123.0},
     ),
     "tie_word_embeddings": (
@@ -220,6 +222,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
             *(HY3, EXAONE, HUNYUAN, SARVAM, BAILING, QWEN_VL, SARVAM_MLA, GPT),
             *(*INDEXED, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, LFM, COHERE, *NO_ROPE, MELLUM),
+            LAGUNA,
         ),
         32,
     ),
@@ -249,6 +252,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             AFMOE,
             FLINT,
             MELLUM,
+            LAGUNA,
             *GEMMAS,
             *CORRECTED,
             *MISTRALS,
@@ -280,7 +284,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         (
             *("qwen3_moe", "olmoe", "phimoe", *GRANITES, "deepseek_v2", HY3, HUNYUAN, QWEN_VL),
             *(*CORRECTED, *MISTRALS, GPT, AFMOE, FLEX, FLINT, *DELTAS, *GEMMAS, *LLAMAS),
-            *(COHERE, MELLUM, LONGCAT, *ARIAS),
+            *(COHERE, MELLUM, LONGCAT, LAGUNA, *ARIAS),
         ),
         "other",
     ),
@@ -297,7 +301,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             GPT,
             AFMOE,
             FLINT,
-            *(MELLUM, WINDOWS),
+            *(MELLUM, WINDOWS, LAGUNA),
             *GEMMAS,
             COHERE,
         ),
@@ -308,7 +312,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "swiglu_alpha": ((GPT,), 1.5),
     "swiglu_limit": ((GPT,), 5.0),
     "layer_types": (
-        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, MELLUM, WINDOWS),
+        ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, MELLUM, WINDOWS, LAGUNA),
         ["full_attention"] * 23 + ["sliding_attention"],
     ),
     "full_attention_interval": (DELTAS, 2),
@@ -390,7 +394,10 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "moe_topk": ((HUNYUAN, LONGCAT, *ARIAS), 3),
     "use_qkv_bias": ((SARVAM, BAILING), True),
     "qkv_bias": (("qwen2_moe",), False),
-    "shared_expert_intermediate_size": (("qwen2_moe", FLINT, *DELTAS), 48),
+    "shared_expert_intermediate_size": (("qwen2_moe", FLINT, LAGUNA, *DELTAS), 48),
+    "num_attention_heads_per_layer": ((LAGUNA,), [48] * 39 + [64]),
+    "gating": ((LAGUNA,), "per-element"),
+    "moe_routed_scaling_factor": ((LAGUNA,), 2.0),
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
@@ -403,7 +410,10 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         ),
         2,
     ),
-    "mlp_layer_types": ((LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR, MELLUM), "sparse"),
+    "mlp_layer_types": (
+        (LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR, MELLUM, LAGUNA),
+        "sparse",
+    ),
     "layer_rope_theta": ((WINDOWS,), [0] + [1e4] * 31),
     "moe_layer_freq": ((AXK1,), 2),
     "index_topk": (INDEXED, 99),
@@ -482,11 +492,14 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "use_double_wide_mlp": {GEMMAS: (True, "use_double_wide_mlp True is not implemented")},
     "use_bidirectional_attention": {GEMMAS: ("all", "use_bidirectional_attention 'all' is not")},
     "rope_parameters": {
-        (*GEMMAS, MELLUM): ({"rope_type": "default"}, "rope_parameters must have an object")
+        (*GEMMAS, MELLUM, LAGUNA): (
+            {"rope_type": "default"},
+            "rope_parameters must have an object",
+        )
     },
     "norm_topk_prob": {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
-        (QWEN35, QWEN35_V): (False, "norm_topk_prob False is not implemented"),
+        (QWEN35, QWEN35_V, LAGUNA): (False, "norm_topk_prob False is not implemented"),
     },
     "hidden_act": {
         (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS): ("gelu", "hidden_act 'gelu' is not implemented")
@@ -517,6 +530,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
                 MELLUM,
                 WINDOWS,
                 JAMBA,
+                LAGUNA,
             )
         ): (
             SLIDING,
@@ -539,7 +553,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
             if kind
             not in (
                 *(GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS, *NO_ROPE),
-                *(MELLUM, NEMOTRON),
+                *(MELLUM, NEMOTRON, LAGUNA),
             )
         ): (
             0.5,
@@ -584,7 +598,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
     "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
-    "num_hidden_layers": {(LFM, HYBRID, MELLUM): (30, "layer_types must be")},
+    "num_hidden_layers": {(LFM, HYBRID, MELLUM, LAGUNA): (30, "layer_types must be")},
+    "moe_apply_router_weight_on_input": {(LAGUNA,): (True, "moe_apply_router_w.* True is not")},
+    "moe_router_logit_softcapping": {(LAGUNA,): (5.0, "moe_router_logit_softc.* 5.0 is not")},
     "tie_word_embeddings": {
         (KIMI_LINEAR, NEMOTRON, DBRX): (True, "tie_word_embeddings True is not impl")
     },

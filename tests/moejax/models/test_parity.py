@@ -618,6 +618,22 @@ CASES = {
         {"expert_budget": "50%"},
         family="Mellum",
     ),
+    "Laguna: yarn on half of a head, a gate for each value, biases, a scale": Case(
+        {
+            "attention_bias": True,
+            "gating": "per-element",
+            "moe_routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+        {"expert_budget": "50%"},
+        family="Laguna",
+    ),
+    "Laguna: gates by head, its own ropes": Case(
+        {"mlp_layer_types": ["sparse", "dense", "sparse"]}, {"expert_budget": "0%"}, family="Laguna"
+    ),
     "Granite with windows: sinks, a theta for each layer and none, biases": Case(
         {"attention_bias": True, "layer_rope_theta": [0, 1e4, 2e4], "residual_multiplier": 0.5},
         {"expert_budget": "0%"},
@@ -885,6 +901,7 @@ WRONG = {
     "Llama4": _other("config.floor_scale", lambda scale: 2 * scale),
     "Gemma4": _other("config.final_logit_softcapping", lambda cap: 0.9 * cap),
     "Mellum": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
+    "Laguna": _other("model.layers.1.mlp.routed_scaling_factor", lambda scale: 1.1 * scale),
     "GraniteMoeSWA": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
