@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -20,57 +21,59 @@ class Directory(NamedTuple):
     aim: float = 0.0
     """p: how many of the cells `once` should have."""
 
-    def reference(self, expert: int, cells: int) -> Directory:
-        """The directory after a reference to the expert. cells: of the layer, 1 or more."""
-        now, gone, was_often = self._trim(cells), False, False
-        if expert in now.once or expert in now.often:
-            now = now._replace(once=_without(now.once, expert))
-            return now._replace(often=(*_without(now.often, expert), expert))
-        sizes = len(now.gone_once), len(now.gone_often)
-        if expert in now.gone_once:
-            gone, aim = True, min(float(cells), now.aim + max(1.0, sizes[1] / sizes[0]))
-            now = now._replace(aim=aim, gone_once=_without(now.gone_once, expert))
-        elif expert in now.gone_often:
-            gone = was_often = True
-            aim = max(0.0, now.aim - max(1.0, sizes[0] / sizes[1]))
-            now = now._replace(aim=aim, gone_often=_without(now.gone_often, expert))
-        if len(now.once) + len(now.often) == cells:
-            now = now._evict(was_often=was_often)
-        if gone:
-            return now._replace(often=(*now.often, expert))
-        return now._replace(once=(*now.once, expert))._trim(cells)
+    def reference(self, experts: Sequence[int], cells: int) -> Directory:
+        """The directory after references to the experts, one after the other. Lists are tuples
+        again only at the end: one by one they took half of a policy's time.
+
+        - `cells`: of the layer, 1 or more.
+        """
+        once, often, gone_once, gone_often = map(list, self[:4])
+        aim = self.aim
+
+        def evict(was_often: bool = False) -> None:
+            """REPLACE."""
+            held = len(once)
+            from_once = held and (held > aim or (was_often and held == aim))
+            if from_once or not often:
+                gone_once.append(once.pop(0))
+            else:
+                gone_often.append(often.pop(0))
+
+        def trim() -> None:
+            """Trims to `cells` experts in the cache, and in T1 and B1, and twice that in all
+            lists."""
+            while len(once) + len(often) > cells:
+                evict()
+            del gone_once[: max(len(once) + len(gone_once) - cells, 0)]
+            rest = 2 * cells - len(once) - len(often) - len(gone_once)
+            del gone_often[: max(len(gone_often) - rest, 0)]
+
+        for expert in experts:
+            trim()
+            aim = min(aim, float(cells))
+            here = once if expert in once else often if expert in often else None
+            if here is not None:
+                here.remove(expert)
+                often.append(expert)
+                continue
+            was_once, was_often = expert in gone_once, expert in gone_often
+            if was_once:
+                aim = min(float(cells), aim + max(1.0, len(gone_often) / len(gone_once)))
+                gone_once.remove(expert)
+            elif was_often:
+                aim = max(0.0, aim - max(1.0, len(gone_once) / len(gone_often)))
+                gone_often.remove(expert)
+            if len(once) + len(often) == cells:
+                evict(was_often)
+            if was_once or was_often:
+                often.append(expert)
+            else:
+                once.append(expert)
+                trim()
+        return Directory(tuple(once), tuple(often), tuple(gone_once), tuple(gone_often), aim)
 
     def order(self) -> tuple[int, ...]:
         """The experts in the cache, the next one to evict first."""
-        # What calls of _evict would take: `once` down to its aim, `often`, the rest of `once`.
+        # What REPLACE would take: `once` down to its aim, `often`, the rest of `once`.
         first = max(len(self.once) - int(self.aim), 0)
         return (*self.once[:first], *self.often, *self.once[first:])
-
-    def _evict(self, *, was_often: bool = False) -> Directory:
-        """REPLACE."""
-        held = len(self.once)
-        from_once = held and (held > self.aim or (was_often and held == self.aim))
-        if from_once or not self.often:
-            gone = (*self.gone_once, self.once[0])
-            return self._replace(once=self.once[1:], gone_once=gone)
-        gone = (*self.gone_often, self.often[0])
-        return self._replace(often=self.often[1:], gone_often=gone)
-
-    def _trim(self, cells: int) -> Directory:
-        """Trims to `cells` experts in the cache, and in T1 and B1, and twice that in all lists."""
-        now, held = self, len(self.once) + len(self.often)
-        gone = len(self.gone_once) + len(self.gone_often)
-        few = held <= cells and len(self.once) + len(self.gone_once) <= cells
-        if few and held + gone <= 2 * cells and self.aim <= cells:
-            return self
-        while len(now.once) + len(now.often) > cells:
-            now = now._evict()
-        gone_once = now.gone_once[max(len(now.once) + len(now.gone_once) - cells, 0) :]
-        rest = 2 * cells - len(now.once) - len(now.often) - len(gone_once)
-        gone_often = now.gone_often[max(len(now.gone_often) - rest, 0) :]
-        aim = min(now.aim, float(cells))
-        return now._replace(gone_once=gone_once, gone_often=gone_often, aim=aim)
-
-
-def _without(experts: tuple[int, ...], expert: int) -> tuple[int, ...]:
-    return tuple(e for e in experts if e != expert)

@@ -108,9 +108,7 @@ def _reference(state: Cached, layer: int, experts: Sequence[int], cells: np.ndar
     """The state after a layer's references, lower ids first."""
     if not cells[layer]:
         return state
-    directory = state.layers[layer]
-    for expert in experts:
-        directory = directory.reference(expert, int(cells[layer]))
+    directory = state.layers[layer].reference(experts, int(cells[layer]))
     prior, order = state.prior.copy(), directory.order()
     prior[layer] = 0
     prior[layer, list(order)] = range(1, len(order) + 1)

@@ -13,6 +13,9 @@ from pallas_kernels.plan.victim import MAX_PRIOR
 
 NAME = "mixtral-offloading"
 
+ABSENT = int(State.ABSENT)
+"""A plain number: numpy takes its time to see that an enumeration's is one."""
+
 
 class Buffered(NamedTuple):
     """State of MixtralOffloading."""
@@ -55,7 +58,7 @@ class MixtralOffloading:
         return Buffered(spec.router, np.zeros((spec.layers, spec.experts), bool))
 
     def decide(self, state: Buffered, seen: Observation) -> tuple[Buffered, Decision]:
-        absent = seen.state == State.ABSENT
+        absent = seen.state == ABSENT
         speculated = state.speculated & ~absent
         speculated[seen.layer, seen.ids] = False
         chosen: list[int] = []
@@ -65,7 +68,7 @@ class MixtralOffloading:
             chosen = np.argsort(-likely, kind="stable")[: self.count].tolist()
             speculated[layer, chosen] |= absent[layer, chosen]
         prior = None
-        if not np.array_equal(speculated, state.speculated):
+        if (speculated != state.speculated).any():
             prior = np.where(speculated, -MAX_PRIOR, 0).astype(np.int32)
         decision = Decision(prior=prior, stages=stages_of(layer, chosen, NAME))
         return state._replace(speculated=speculated), decision

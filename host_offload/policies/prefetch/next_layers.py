@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +13,33 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.policies.prefetch.fitted import Fitted
 
+ON_THIS_THREAD = 1 << 18
+"""Most multiplications of a product of matrices that OpenBLAS does not give to several threads."""
+
+FOR_SEVERAL = 1 << 25
+"""Multiplications that take so long that several threads are quicker."""
+
 
 def multiply_rows(rows: Any, weights: Any) -> Any:
     """The product of rows [N, D] and weights [D, E]. numpy's BLAS gives even one row to several
-    threads, and their waking up took milliseconds beside a step; einsum stays on this one."""
+    threads, and their waking up took milliseconds beside a step, 300 ms for a prompt of 64 tokens
+    on a busy machine. So few rows are einsum's, and more are multiplied in parts that stay on this
+    thread."""
     if isinstance(rows, np.ndarray) and len(rows) <= 4:
         return np.einsum("nd,de->ne", rows, weights)
-    return rows @ weights
+    here = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
+    if not here or len(rows) * weights.size > FOR_SEVERAL:
+        return rows @ weights
+    found = np.empty((len(rows), weights.shape[1]), np.result_type(rows, weights))
+    size = max(weights.shape[0], 1)
+    # At least two of both, since a vector's product has threads sooner.
+    wide = min(max(ON_THIS_THREAD // (8 * size), 2), weights.shape[1])
+    tall = max(ON_THIS_THREAD // (wide * size), 2)
+    for first in range(0, len(rows), tall):
+        for column in range(0, weights.shape[1], wide):
+            part = np.s_[first : first + tall, column : column + wide]
+            np.matmul(rows[part[0]], weights[:, part[1]], out=found[part])
+    return found
 
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
@@ -31,7 +51,9 @@ def finite(gate_input: np.ndarray) -> np.ndarray:
     """Converts float16 to finite float32. Values beyond float16 are infinite there, and infinity
     times zero is NaN."""
     bound = np.float32(np.finfo(np.float16).max)
-    return np.minimum(np.maximum(gate_input.astype(np.float32), -bound), bound)
+    found = gate_input.astype(np.float32)
+    np.maximum(found, -bound, out=found)
+    return np.minimum(found, bound, out=found)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -133,9 +155,9 @@ class LayerPredictor(abc.ABC):
 def stages_at(layers: np.ndarray, experts: np.ndarray, cause: str) -> tuple[Stage, ...]:
     """Transfers of the experts int[n] of layers int[n], the most urgent first."""
     places = layers.tolist(), experts.tolist()
-    return tuple(map(Stage, *places, itertools.repeat(0), itertools.repeat(cause)))
+    return tuple(map(Stage, *places, repeat(0), repeat(cause)))
 
 
 def stages_of(layer: int, experts: Sequence[int], cause: str) -> tuple[Stage, ...]:
     """Transfers of experts of one layer, the most urgent first."""
-    return tuple(Stage(layer, expert, cause=cause) for expert in experts)
+    return tuple(map(Stage, repeat(layer), experts, repeat(0), repeat(cause)))

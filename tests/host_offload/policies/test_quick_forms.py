@@ -2,27 +2,97 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch.moe_infinity import row_lengths, similarity
-from host_offload.policies.prefetch.next_layers import multiply_rows, rank_chosen
+from host_offload.policies.prefetch.next_layers import (
+    ON_THIS_THREAD,
+    multiply_rows,
+    rank_chosen,
+)
+
+
+class Plain(NamedTuple):
+    """ARC one reference at a time, as Figure 4 prints it."""
+
+    once: tuple[int, ...] = ()
+    often: tuple[int, ...] = ()
+    gone_once: tuple[int, ...] = ()
+    gone_often: tuple[int, ...] = ()
+    aim: float = 0.0
+
+    def reference(self, expert: int, cells: int) -> Plain:
+        now, gone, was_often = self._trim(cells), False, False
+        if expert in now.once or expert in now.often:
+            now = now._replace(once=_without(now.once, expert))
+            return now._replace(often=(*_without(now.often, expert), expert))
+        sizes = len(now.gone_once), len(now.gone_often)
+        if expert in now.gone_once:
+            gone, aim = True, min(float(cells), now.aim + max(1.0, sizes[1] / sizes[0]))
+            now = now._replace(aim=aim, gone_once=_without(now.gone_once, expert))
+        elif expert in now.gone_often:
+            gone = was_often = True
+            aim = max(0.0, now.aim - max(1.0, sizes[0] / sizes[1]))
+            now = now._replace(aim=aim, gone_often=_without(now.gone_often, expert))
+        if len(now.once) + len(now.often) == cells:
+            now = now._evict(was_often=was_often)
+        if gone:
+            return now._replace(often=(*now.often, expert))
+        return now._replace(once=(*now.once, expert))._trim(cells)
+
+    def _evict(self, *, was_often: bool = False) -> Plain:
+        held = len(self.once)
+        from_once = held and (held > self.aim or (was_often and held == self.aim))
+        if from_once or not self.often:
+            gone = (*self.gone_once, self.once[0])
+            return self._replace(once=self.once[1:], gone_once=gone)
+        gone = (*self.gone_often, self.often[0])
+        return self._replace(often=self.often[1:], gone_often=gone)
+
+    def _trim(self, cells: int) -> Plain:
+        now, held = self, len(self.once) + len(self.often)
+        gone = len(self.gone_once) + len(self.gone_often)
+        few = held <= cells and len(self.once) + len(self.gone_once) <= cells
+        if few and held + gone <= 2 * cells and self.aim <= cells:
+            return self
+        while len(now.once) + len(now.often) > cells:
+            now = now._evict()
+        gone_once = now.gone_once[max(len(now.once) + len(now.gone_once) - cells, 0) :]
+        rest = 2 * cells - len(now.once) - len(now.often) - len(gone_once)
+        gone_often = now.gone_often[max(len(now.gone_often) - rest, 0) :]
+        aim = min(now.aim, float(cells))
+        return now._replace(gone_once=gone_once, gone_often=gone_often, aim=aim)
+
+
+def _without(experts: tuple[int, ...], expert: int) -> tuple[int, ...]:
+    return tuple(e for e in experts if e != expert)
+
 
 SCORES = st.lists(st.integers(-3, 3), min_size=6, max_size=6)
 
 
-@given(st.lists(st.integers(0, 7), max_size=40), st.integers(1, 6))
-def test_arc_orders_experts_as_evicting_them_one_by_one(references, cells):
-    directory = Directory()
-    for expert in references:
-        directory = directory.reference(expert, cells)
-    now, order = directory, []
-    while now.once or now.often:
-        after = now._evict()
-        order += {*now.once, *now.often} - {*after.once, *after.often}
-        now = after
+LAYER = st.tuples(st.integers(1, 6), st.lists(st.integers(0, 7), max_size=8))
+
+
+@given(st.lists(LAYER, max_size=12))
+def test_arc_references_a_layer_as_one_expert_after_the_other(layers):
+    plain, directory = Plain(), Directory()
+    for cells, experts in layers:
+        for expert in experts:
+            plain = plain.reference(expert, cells)
+        directory = directory.reference(experts, cells)
+        assert tuple(directory) == tuple(plain)
+    order = []
+    while plain.once or plain.often:
+        after = plain._evict()
+        order += {*plain.once, *plain.often} - {*after.once, *after.often}
+        plain = after
     assert directory.order() == tuple(order)
 
 
@@ -30,6 +100,22 @@ def test_arc_orders_experts_as_evicting_them_one_by_one(references, cells):
 def test_the_chosen_of_one_row_are_those_of_the_row_twice(scores, k):
     row = np.array([scores], np.float32)
     assert rank_chosen(row, k) == rank_chosen(np.concatenate([row, row]), k)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 320, 130), (70, 512, 513), (64, 9, 1)])
+def test_products_of_more_rows_stay_on_this_thread(monkeypatch, rows, inputs, outputs):
+    """No part is larger than what OpenBLAS computes on the thread that asks, nor a vector's."""
+    rng, parts = np.random.default_rng(0), []
+    x, weights = rng.standard_normal((rows, inputs)), rng.standard_normal((inputs, outputs))
+    plain = np.matmul
+
+    def watched(a, b, **kwargs):
+        parts.append(a.shape[0] * b.size)
+        return plain(a, b, **kwargs)
+
+    monkeypatch.setattr(np, "matmul", watched)
+    np.testing.assert_allclose(multiply_rows(x, weights), x @ weights, atol=1e-9)
+    assert max(parts) <= ON_THIS_THREAD and sum(parts) == x.size * outputs
 
 
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))

@@ -127,7 +127,7 @@ def test_fate_evicts_by_arc(told):
         )
         state, decision = policy.decide(state, seen)
         for expert in ids.tolist():
-            directory = directory.reference(expert, 4)
+            directory = directory.reference((expert,), 4)
         order = directory.order()
         assert sorted(order) == sorted((*directory.once, *directory.often)) and len(order) <= 4
         assert decision.prior is not None and not decision.prior[0].any()
@@ -148,16 +148,16 @@ def test_fate_evicts_by_arc(told):
 def test_arc_keeps_what_is_used_again_from_a_scan():
     directory = Directory()
     for expert in (1, 2, 1, 2, *range(10, 30)):
-        directory = directory.reference(expert, 4)
+        directory = directory.reference((expert,), 4)
     assert directory.often == (1, 2) and directory.once == (28, 29)
     assert directory.gone_once == (26, 27)
     # A ghost that comes back: its list should be longer, and it was seen twice now.
-    again = directory.reference(26, 4)
+    again = directory.reference((26,), 4)
     assert again.aim == 1 and again.often == (1, 2, 26) and again.once == (29,)
     # One of those seen often that comes back: the other way.
     for expert in (40, 26, 40, 41, 42):
-        again = again.reference(expert, 4)
-    assert again.gone_often and again.reference(again.gone_often[0], 4).aim < again.aim
+        again = again.reference((expert,), 4)
+    assert again.gone_often and again.reference((again.gone_often[0],), 4).aim < again.aim
 
 
 def test_fate_favours_shallow_layers(trace, told):
