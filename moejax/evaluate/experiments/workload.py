@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from host_offload.control.controller import Controller
 from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step, entries_ahead, moved_bytes
 from moejax.requests.request import Request
@@ -92,7 +93,9 @@ def _times(requests: Sequence[Request], seconds: float) -> dict[str, float | Non
 
 def run(engine: Engine, workload: Workload) -> dict[str, Any]:
     """Runs a workload to its end. Returns the columns of its record."""
-    control, counter = engine.control, Counter(engine.statistics.record_bytes)
+    control = engine.control
+    controller = None if control is None else control.controller
+    counter = Counter(engine.statistics.record_bytes, controller)
     began, processor = time.perf_counter(), time.process_time()
     engine.listener = counter
     try:
@@ -102,23 +105,34 @@ def run(engine: Engine, workload: Workload) -> dict[str, Any]:
     spent = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - processor}
     transfers: Mapping[str, Mapping[str, int]] = {}
     columns |= counter.columns()
-    if control is not None:
-        control.controller.finish()
-        steps = sum(columns[f"{kind}_steps"] for kind in KINDS)
-        spent["policy_s"] = control.controller.policy_s / max(steps, 1)
-        transfers = control.controller.stats()["transfers"]
+    if controller is not None:
+        controller.finish()
+        spent["policy_s"] = counter.policy_s("decode")
+        transfers = controller.stats()["transfers"]
     return {**columns, **transfer_columns(transfers), **spent}
 
 
 class Counter:
     """A listener of an engine that keeps the small part of each step, and counts once all steps
-    were read."""
+    were read.
 
-    def __init__(self, link_bytes: Sequence[int]):
-        self._link_bytes = link_bytes
+    - `controller`: asks the engine's policies; None without any.
+    """
+
+    def __init__(self, link_bytes: Sequence[int], controller: Controller | None = None):
+        self._link_bytes, self._controller = link_bytes, controller
         self._steps: list[Step] = []
+        self._policies: list[float] = [0.0]
+        """Seconds of the policies up to the dispatch of each step."""
+
+    def policy_s(self, kind: str) -> float:
+        """Returns the mean seconds of the policies' own Python in a step of a kind."""
+        spent = np.diff(self._policies)[[step.kind == kind for step in self._steps]]
+        return float(spent.mean()) if spent.size else 0.0
 
     def __call__(self, step: Step) -> None:
+        if self._controller is not None:
+            self._policies.append(self._controller.policy_s)
         # Not its logits, which are large.
         output = step.output._replace(logits=None)  # pyright: ignore[reportArgumentType]
         self._steps.append(dataclasses.replace(step, output=output, logprobs=None))

@@ -157,6 +157,7 @@ def draw(plot: Plot) -> str:
     """Draws the plot as an SVG element. Raises ImportError without matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name, "font.size": 9}):
         rows = len(plot.places) * len(plot.series)
@@ -186,8 +187,9 @@ def draw(plot: Plot) -> str:
         drawn = [y for one in plot.series if not one.bound for _, ends in one.points for y in ends]
         if plot.log and min(drawn) > 0:
             axes.set_yscale("log")
-            for name in ("major", "minor"):
-                getattr(axes.yaxis, f"set_{name}_formatter")(lambda y, _: f"{y:g}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
             # A bound that is far below would press the data into a line.
             axes.set_ylim(min(drawn) / 1.5, max(drawn) * 1.5)
         else:

@@ -7,7 +7,7 @@ import re
 import shutil
 import types
 import xml.etree.ElementTree as ElementTree
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -311,6 +311,27 @@ def test_a_requests_time_a_token_is_its_mean():
     ]
     found = workload._times(requests, 10.0)
     assert found["tpot_p50_s"] == pytest.approx(9 / 5) and found["tpot_p99_s"] == 9
+
+
+class Output(NamedTuple):
+    logits: None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchedStep:
+    kind: str
+    output: Output
+    logprobs: None = None
+
+
+def test_policies_time_is_that_of_decode_steps():
+    """A prompt's step takes policies many times as long, and steps of decode are few."""
+    controller: Any = types.SimpleNamespace(policy_s=0.0)
+    counter: Any = workload.Counter([1], controller)
+    for kind, seconds in (("prefill", 5.0), ("decode", 1.0), ("decode", 2.0)):
+        controller.policy_s += seconds
+        counter(DispatchedStep(kind, Output()))
+    assert (counter.policy_s("prefill"), counter.policy_s("decode")) == (5.0, 1.5)
 
 
 def test_one_chart_has_all_places(records):
