@@ -63,7 +63,7 @@ class Prices(NamedTuple):
     """What a choice is made from, by arm."""
 
     step_s: tuple[float, ...]
-    """Seconds of a decode step."""
+    """Seconds for as many tokens as a decode step of the present arm gives."""
     switch_s: tuple[float, ...]
     """Seconds to bring the experts that the arm would hold and the present one does not."""
     current: int
@@ -103,6 +103,7 @@ class Sample(NamedTuple):
 
     seconds: float
     compute_s: float
+    rows: int
     missed: int
     fills: np.ndarray
     """int64[A]: experts that each arm's shadow missed."""
@@ -121,6 +122,13 @@ class Priced(NamedTuple):
     """float64[A], mean seconds of moves in a step under each arm."""
     differ: np.ndarray
     """int64[A], experts that each arm holds at the end and the present one does not."""
+
+
+class Widths(NamedTuple):
+    """Steps of the arms beside those of the present arm, as ratios, float64[A]."""
+
+    rows: np.ndarray
+    moves: np.ndarray
 
 
 class Watched(NamedTuple):
@@ -203,7 +211,7 @@ class Auto:
         needs, writes = {"ids", "phase", "missed"}, {"victim_weights", "note"}
         if not self.bare:
             needs |= {"bucket", "compiled", "waiting", "waiting_tokens"}
-            needs |= {"kv_used", "kv_swapped", "kv_pages"}
+            needs |= {"kv_used", "kv_swapped", "kv_pages", "running"}
         if self.ahead:
             needs |= ROWS | PLACES
         if any(SPLIT in arm for arm in self.arms):
@@ -307,11 +315,15 @@ class Auto:
         if decoded and not seen.compiled:  # None in a bare step
             compute = self._compute_s(len(seen.ids) if self.bare else seen.bucket)
             record = record_of(seen) if self.ahead else None
-            sample = Sample(took, compute, int(seen.missed.sum()), fills, record)
+            missed = int(seen.missed.sum())
+            sample = Sample(took, compute, len(seen.ids), missed, fills, record)
             state = state._replace(window=(*state.window, sample))
         if short:
             return self._fit_kv(state, seen, short)
-        return (state, Decision()) if len(state.window) < self.window else self._close(state, seen)
+        # Where requests wait for KV, there is little to measure and much to gain.
+        starved = "cells" in self.writes and seen.waiting > 0 and not state.switches
+        enough = len(state.window) >= (self.window // 4 if starved else self.window)
+        return self._close(state, seen) if enough else (state, Decision())
 
     def _wait(self, state: Watched, missed: int) -> Watched:
         """Returns the state after a decode step between windows. The next window begins at once if
@@ -391,10 +403,17 @@ class Auto:
 
     def _close(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
         """Prices the arms by a whole window, and chooses."""
+        decision = Decision()
+        if "cells" in self.writes:
+            needed = math.ceil(_wanted(seen) * _pages_each(seen))
+            state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
+            state, decision = self._fit_kv(state, seen, short=False)
+            state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
         seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
         ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
-        step_s = ratios[0] * float(priced.compute_s.mean()) + ratios[1] * priced.arms_s
+        more, compute = self._widths(state, seen), float(priced.compute_s.mean())
+        step_s = (ratios[0] * compute + ratios[1] * priced.arms_s * more.moves) / more.rows
         switch_s = ratios[1] * self.fill_s * priced.differ
         prices = Prices(tuple(step_s.tolist()), tuple(switch_s.tolist()), state.arm)
         arm = choose_arm(prices, horizon=self.horizon, margin=self.margin)
@@ -411,15 +430,33 @@ class Auto:
             missed=(missed, missed),
             prices=prices.step_s,
         )
-        decision = Decision()
-        if "cells" in self.writes:
-            state, decision = self._fit_kv(state, seen, short=False)
-            state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
         return (state, decision) if arm == state.arm else self._switch(state, arm, prices, priced)
+
+    def _widths(self, state: Watched, seen: Observation) -> Widths:
+        """Returns how the arms' steps differ from the present arm's by the sequences that their KV
+        holds."""
+        ones = np.ones(len(self.arms))
+        if "cells" not in self.writes:
+            return Widths(ones, ones)
+        rows = np.array([self._fitting(state, seen, arm) for arm in self.arms])
+        rows = np.minimum(rows, _wanted(seen))
+        # Experts that so many rows use, if they choose independently.
+        unused = 1 - state.spec.top_k / state.spec.experts
+        used = 1 - unused**rows
+        return Widths(rows / rows[state.arm], used / used[state.arm])
+
+    def _fitting(self, state: Watched, seen: Observation, arm: str) -> float:
+        """Returns how many sequences KV holds under an arm, if they are as long as the present
+        ones."""
+        pages = state.kv_pages[0]
+        if SPLIT in arm:
+            pages = state.division.pages_at(state.cap)
+        return max(pages / _pages_each(seen), 1.0)
 
     def _price_shadows(self, state: Watched) -> Priced:
         compute, missed = (
-            np.array([sample[i] for sample in state.window], np.float64) for i in (1, 2)
+            np.array([getattr(sample, name) for sample in state.window], np.float64)
+            for name in ("compute_s", "missed")
         )
         fills = np.mean([sample.fills for sample in state.window], axis=0)
         held = (state.shadows.address >= 0).reshape(len(self.arms), -1)
@@ -469,7 +506,7 @@ class Auto:
         old, new = (1e3 * prices.step_s[i] for i in (prices.current, arm))
         names = self.arms[prices.current], self.arms[arm]
         return (
-            f"{names[1]}: {new:.3g} ms a step, {names[0]} {old:.3g} ms; the switch moves "
+            f"{names[1]}: {new:.3g} ms a step's tokens, {names[0]} {old:.3g} ms; the switch moves "
             f"{moved} experts"
         )
 
@@ -490,6 +527,16 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
     prefetch = arm if arm in PREFETCH else None
     eviction = None if prefetch else arm.removesuffix(SPLIT)
     return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
+
+
+def _wanted(seen: Observation) -> int:
+    """Returns how many sequences could run."""
+    return max(seen.running + seen.waiting, 1)
+
+
+def _pages_each(seen: Observation) -> float:
+    """Returns the KV pages of a running sequence."""
+    return max(seen.kv_used / max(seen.running, 1), 1.0)
 
 
 def _is_short(division: Division, seen: Observation) -> bool:

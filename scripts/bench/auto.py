@@ -45,6 +45,8 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "no hysteresis": {"margin": 0.0},
     "no horizon": {"horizon": 10**9},
 }
+STEP_S, PREFILL_S = 4e-3, 40e-3
+"""Of a step of `tri` on two quiet cores, about, for --counted."""
 Phase = tuple[int, int, int]
 """Requests, tokens of each prompt, tokens of each answer."""
 
@@ -78,20 +80,36 @@ def prompts_of(phase: int, count: int, length: int, vocabulary: int) -> list[lis
     return rng.integers(1, vocabulary, (count, length)).tolist()
 
 
-def run_load(llm: LLM, phases: Sequence[Phase]) -> tuple[float, list[Any]]:
-    """Returns (seconds, tokens) of a load."""
+def run_load(llm: LLM, phases: Sequence[Phase], counted: bool = False) -> tuple[float, list[Any]]:
+    """Returns (seconds, tokens) of a load.
+
+    - `counted`: STEP_S and PREFILL_S a step, and bytes at the link's rate, whatever the clock says.
+    """
     vocabulary, answers = llm.engine.runner.config.vocab_size, []
+    statistics = llm.engine.statistics
+    steps, moved = dict(statistics.steps), sum(statistics.moved.values())
     began = time.perf_counter()
     for number, (count, length, tokens) in enumerate(phases):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         prompts = prompts_of(number, count, length, vocabulary)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
-    return time.perf_counter() - began, answers
+    if not counted:
+        return time.perf_counter() - began, answers
+    queue = llm.engine.runner.steps.queue
+    assert queue is not None
+    seconds = (sum(statistics.moved.values()) - moved) / queue.rate
+    for kind, each in (("decode", STEP_S), ("prefill", PREFILL_S)):
+        seconds += each * (statistics.steps[kind] - steps.get(kind, 0))
+    return seconds, answers
 
 
 def auto_of(llm: LLM) -> Auto:
-    return next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
+    """Returns the policy of an LLM. Raises UserError where its memory leaves nothing to choose."""
+    for policy in llm.plan.settings.policies:
+        if isinstance(policy, Auto):
+            return policy
+    raise UserError(f"{llm.plan.budget.notes[-1]}; lower --memories")
 
 
 def fresh(policy: Auto) -> Auto:
@@ -129,7 +147,7 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
             if name == "no correction":
                 choices.correct = lambda *_: (1.0, 1.0)
             try:
-                seconds, tokens = run_load(llm, phases)
+                seconds, tokens = run_load(llm, phases, args.counted)
             finally:
                 choices.correct = kept
             found[name].append(seconds)
@@ -307,13 +325,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
     add = parser.add_argument
     add("--model", default="demo", help="(default: %(default)s)")
-    add("--links", default="200MB/s,1GB/s,4GB/s", metavar="RATE,…", help="(default: %(default)s)")
-    add("--memories", default="6MiB,12MiB,24MiB", metavar="SIZE,…", help="of experts and KV")
+    add("--links", default="500MB/s,1GB/s,4GB/s", metavar="RATE,…", help="(default: %(default)s)")
+    add("--memories", default="12MiB,20MiB,32MiB", metavar="SIZE,…", help="of experts and KV")
     add("--loads", default=",".join(LOADS), metavar="NAME,…", help="(default: %(default)s)")
     add("--context", type=int, default=512, help="most tokens of a sequence")
-    add("--tokens", type=int, default=256, help="decode steps of a load (default: %(default)s)")
+    add("--tokens", type=int, default=96, help="decode steps of a load (default: %(default)s)")
     add("--rounds", type=int, default=1, help="the best counts (default: %(default)s)")
     add("--ablations", action="store_true", help="auto also with parts left out")
+    add("--counted", action="store_true", help="count steps and bytes: for a busy machine")
     add("--simulated", action="store_true", help="48 layers of 128 experts on stated hardware")
     add("--json", action="store_true", help="one JSON object a cell")
     return parser

@@ -69,7 +69,7 @@ class World:
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
                 seconds=self.seconds, ids=ids, phase=np.ones(2, np.uint8), missed=missed,
                 bucket=4, compiled=self.step == 0, waiting=0, waiting_tokens=0,
-                kv_used=4, kv_swapped=0, kv_pages=40,
+                kv_used=4, kv_swapped=0, kv_pages=40, running=2,
             )  # fmt: skip
             self.state, decision = self.policy.decide(self.state, seen)
             if decision.victim_weights is not None:
@@ -203,7 +203,7 @@ def test_kv_gets_what_its_peak_needs():
             moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
             seconds=step * 1e-3, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
             missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False,
-            kv_swapped=0, kv_used=60 if many else 10, kv_pages=60 if many else 280,
+            kv_swapped=0, running=2, kv_used=60 if many else 10, kv_pages=60 if many else 280,
             waiting=int(many), waiting_tokens=64 * many,
         )  # fmt: skip
         state, decision = policy.decide(state, seen)
@@ -212,3 +212,21 @@ def test_kv_gets_what_its_peak_needs():
     (first, experts, pages), (then, fewer, more), *_ = wanted
     assert first == 7 and experts == [EXPERTS] * LAYERS and pages >= 10
     assert then == 12 and fewer[0] < EXPERTS and more > 60
+
+
+def test_requests_that_wait_for_kv_get_it():
+    """A step of more sequences gives more tokens, which a price a step would not show."""
+    policy = an_auto(arms=("lru", "lru+split"))
+    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=1900,
+                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    for waiting, chosen in ((0, "lru"), (4, "lru+split")):
+        state = policy.init(told)
+        for step in range(40):
+            seen = Observation(
+                moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
+                seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
+                missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
+                running=2, kv_used=24, kv_pages=24, waiting=waiting, waiting_tokens=8 * waiting,
+            )  # fmt: skip
+            state, _ = policy.decide(state, seen)
+        assert policy.arms[state.arm] == chosen
