@@ -8,6 +8,7 @@ from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
+from pallas_kernels.implementations import no_integers
 from pallas_kernels.mosaic import why_not_mosaic
 from pallas_kernels.option_text import parse_pairs, unknown
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
@@ -42,8 +43,9 @@ class Ops:
     truncate: str
     sample: str
     shared_kib: int = CLASSES[-1]
-    """The class of the GPU, by which kernels choose their stages. The only field that is not an
-    op."""
+    """The class of the GPU, by which kernels choose their stages."""
+    arithmetic: str = "exact"
+    """Of products with weights in codes, one of pallas_kernels.records.integers.ARITHMETICS."""
 
     def chosen(self) -> dict[str, str]:
         """Op → implementation."""
@@ -108,7 +110,7 @@ a model that theirs run."""
 OPS: dict[str, tuple[str, ...]] = {
     field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
     for field in dataclasses.fields(Ops)
-    if field.name != "shared_kib"
+    if field.name not in ("shared_kib", "arithmetic")
 }
 """Every op and the implementations that its `api` lists."""
 
@@ -211,6 +213,7 @@ def resolve_ops(
     no_native: Mapping[str, str] | None = None,
     no_mosaic: Mapping[str, str] | None = None,
     shared_kib: int = CLASSES[-1],
+    arithmetic: str = "exact",
 ) -> Ops:
     """Chooses an implementation for each op. With "auto", an op of MADE_OF is a kernel if all ops
     that it replaces are kernels.
@@ -218,9 +221,10 @@ def resolve_ops(
     - `ops`: see parse_ops.
     - `platform`, `dtype`, `no_kernel`, `no_native`, `no_mosaic`: see Target.
     - `shared_kib`: the device's `cards.shared_class`.
+    - `arithmetic`: see Ops; another one than "exact" is that of XLA's ops and of the native ones.
 
-    Raises ValueError for what parse_ops refuses, for a named backend that cannot run (WHY_NOT), and
-    for an unknown class.
+    Raises ValueError for what parse_ops refuses, for a named backend that cannot run (WHY_NOT), for
+    an unknown class, and for an arithmetic that the chosen ops lack.
     """
     if shared_kib not in CLASSES:
         raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")
@@ -242,4 +246,7 @@ def resolve_ops(
             able = (n for n in AUTO[target.platform] if n in OPS[op] and why_not(op, n) is None)
             name = next(able, "xla")
         resolved[op] = name
-    return Ops(**resolved, shared_kib=shared_kib)
+    for op in ("linear", "expert_ffn", "fill_ffn"):
+        if arithmetic != "exact" and (platform != "cpu" or resolved[op] in KERNELS):
+            raise ValueError(no_integers(op, resolved[op]))
+    return Ops(**resolved, shared_kib=shared_kib, arithmetic=arithmetic)

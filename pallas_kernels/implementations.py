@@ -50,3 +50,11 @@ def pick(
     if shared_kib is None or name != "pallas":
         return function
     return functools.partial(function, shared_kib=shared_kib)
+
+
+def no_integers(op: str, implementation: str) -> str:
+    """The message for an implementation that has the exact arithmetic only."""
+    return (
+        f"op {op!r}: {implementation} has no integer products; use arithmetic exact, or a CPU with "
+        "ops cpu or xla"
+    )

@@ -261,7 +261,7 @@ def model_report(llm: LLM) -> dict[str, Any]:
             "experts": {record.version: record.nbytes for record in runner.layout.records},
             "precision": {
                 **llm.plan.settings.precision.report(),
-                "quantizers": stats["precision"]["quantizers"],
+                **{key: stats["precision"][key] for key in ("arithmetic", "quantizers")},
             },
         },
         "versions": {name: installed_version(name) for name in _VERSIONS},

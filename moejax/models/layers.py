@@ -50,6 +50,7 @@ def linear_options(ops: Ops, tokens: Tokens | None = None) -> LinearOptions:
         **rows,
         implementation=ops.linear,
         norm_implementation=ops.rms_norm,
+        arithmetic=ops.arithmetic,
         shared_kib=ops.shared_kib,
     )
 

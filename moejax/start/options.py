@@ -317,6 +317,13 @@ class RuntimeOptions:
         "them, else XLA), xla, pallas, cpu, or some by name: plan=xla,route=pallas (default: auto)",
         default="auto",
     )
+    arithmetic: str = changes_bits(
+        "products with weights in codes: exact, of the decoded weights; or int8, on a CPU, of "
+        "activations rounded to 8 bits in groups of 32, as llama.cpp does, faster and with other "
+        "bits (docs/how-to/precision.md; default: exact)",
+        default="exact",
+        convert=_word("arithmetic", "exact", "int8"),
+    )
     max_num_seqs: int | None = changes_bits(  # a shape that XLA compiles for
         "sequences that run at once (default: 16 on CPU, 64 on GPU)",
         default=None,

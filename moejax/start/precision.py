@@ -147,12 +147,14 @@ def precision_stats(
     quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
     """Returns the precision that was asked for and the result of its transitions, as plain data:
-    how each version was made (name_makers), and for lossless12 how many layers stay dense.
+    how each version was made (name_makers), the arithmetic of products, and for lossless12 how many
+    layers stay dense.
 
     - `control`: Controller.stats.
     - `quantizers`: those of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
+    found["arithmetic"] = engine.runner.steps.ops.arithmetic
     found["quantizers"] = name_makers(precision.versions, quantizers)
     if "lossless12" in precision.versions:
         found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))

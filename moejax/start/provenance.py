@@ -11,7 +11,7 @@ from moejax.checkpoints.orbax.steps import Step
 from moejax.models.hub import model_directory
 from moejax.start.options import OPTIONS
 
-DEFAULTS = 3
+DEFAULTS = 4
 """Version of the defaults. Increase it with every change of a default that decides bits, and of
 what an option computes: a job does not continue results of another number. A test knows the
 defaults of each number."""

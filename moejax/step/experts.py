@@ -77,6 +77,7 @@ class ExpertContext:
             row_tile=self.row_tile,
             formats=self.formats,
             implementation=implementation,
+            arithmetic=self.ops.arithmetic,
             shared_kib=self.ops.shared_kib,
         )
 

@@ -322,7 +322,10 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int, version: int 
     formats = None if steps.formats is None else steps.formats[version : version + 1]
     record = steps.layout.records[0] if formats is None else formats[0].store
     hidden, implementation = steps.layout.hidden, steps.second.implementation
-    options = ExpertOptions(context.activation, context.row_tile, formats, implementation)
+    arithmetic = steps.ops.arithmetic
+    options = ExpertOptions(
+        context.activation, context.row_tile, formats, implementation, arithmetic=arithmetic
+    )
 
     def beside(x, record, count):
         stores: tuple[Leaf, ...] = (AbsentRecords((1, 1, *record.shape)),)

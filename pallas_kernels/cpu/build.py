@@ -43,7 +43,7 @@ PORTABLE: dict[str, tuple[int, tuple[str, ...]]] = {"portable": (4, ())}
 X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx2": (8, _AVX2),
     "avx512": (16, _AVX512),
-    "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi")),
+    "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")),
 }
 """Instruction set → (floats in a vector, flags of the compiler)."""
 AMX = (*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16")

@@ -62,7 +62,7 @@ void head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t r
 
 // ---- expert_ffn, and linear from codes
 
-constexpr int64_t kFields = 49;  // of a format: pallas_kernels/records/cpu.py writes them
+constexpr int64_t kFields = 52;  // of a format: pallas_kernels/records/cpu.py writes them
 
 Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type) {
   Format f = {};
@@ -74,7 +74,7 @@ Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type)
     c.product = static_cast<Rounding>(of[2]), c.group = of[3], c.across = of[4];
     c.codes = of[5], c.extra = of[6], c.highs = of[7], c.shifts = of[8], c.super = of[9];
     c.supers = of[10], c.min_supers = of[11], c.whole = static_cast<Whole>(of[12]);
-    c.global = of[13], of += 14;
+    c.global = of[13], c.unit = of[14], of += 15;
   }
   std::copy(of, of + 3, f.bias);
   return f;

@@ -1398,12 +1398,14 @@ void exponentials(float* x, float top, int64_t n) {
 }  // namespace moejax
 #include "pallas_kernels/paged_attention/tiles.h"
 #include "pallas_kernels/sample/rows.h"
+#include "integers.h"
 namespace moejax {
 
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
-    decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, widen, narrow, norm, activate,
+    decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, quantize, integer_dots,
+    integer_columns, widen, narrow, norm, activate,
     delta, scan, scan_each, exponentials, attend, draw_row, rank_row,
 };
 

@@ -40,6 +40,7 @@ struct Coding {
   int64_t super, supers, min_supers;  // groups that share a float16 (0: none), first rows of these
   Whole whole;
   int64_t global;         // row of the matrix's float32
+  int64_t unit;           // weights of a sum of integers (integers.h), 16 or 32; 0: floats are multiplied
 };
 
 // One record format of pallas_kernels/records/format.py, as numbers.
@@ -70,6 +71,15 @@ static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 // The distance of operands of n numbers, as many as `padded` says or more: rows that lie whole pages
 // apart would share a few sets of the first cache.
 static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 0 : 512); }
+
+// Floats of n quantized numbers, and of scratch memory of products with them: for rows of D, and for n
+// columns of a matrix of I rows.
+static inline int64_t quantized_size(int64_t n) { return n / 2 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8); }
+static inline int64_t integer_scratch(int64_t hidden) { return hidden + 128; }
+static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
+  return (n + 7) / 8 * 8 * (2 + tokens * (width / 16 + 8));
+}
+constexpr int64_t kIntegerColumns = 256;  // of one call of `integer_columns`, as ops make it
 
 constexpr int64_t kSpan = 64;  // tokens that attention reduces at once, ascending (contract 1b)
 
@@ -187,6 +197,16 @@ struct Kernels {
                       int64_t tokens, float* const* total);
   int64_t elements;
   bool scales_ahead;  // whether encoded_add reads `scales`
+  // ---- matrices with a unit: products of their codes with numbers of 8 bits (integers.h)
+  // n numbers, a multiple of 32, into quantized_size(n) floats.
+  void (*quantize)(const float* x, int64_t n, float* out);
+  // `dots` with rows of gate or up, for any number of tokens. x: quantized. scratch: integer_scratch(D).
+  void (*integer_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                       const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch);
+  // y[t] = h[t] · down^T, n columns from `column` on, for tokens ≤ kTokens. h: quantized. scratch:
+  // integer_columns_scratch.
+  void (*integer_columns)(const Format& format, const uint16_t* record, int64_t column, int64_t n,
+                          const float* const* h, int64_t tokens, float* const* y, float* scratch);
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:

@@ -46,7 +46,7 @@ const Kernels* kernels_named(const char* name) {
   if (!strcmp(name, "avx2") && avx2) return &kernels_avx2;
   if (!strcmp(name, "avx512") && avx512) return &kernels_avx512;
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
-                    __builtin_cpu_supports("avx512vbmi");
+                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (!strcmp(name, "avx512bf16") && bf16) return &kernels_avx512bf16;
   if (!strcmp(name, "amx") && bf16 && has_tiles()) return &kernels_amx();
 #endif

@@ -11,7 +11,7 @@ from pallas_kernels.expert_ffn import many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.epilogue import Epilogue, check_epilogue, combine_behind
 from pallas_kernels.expert_ffn.operands import ExpertBatch, ExpertOptions, ExpertPlaces
-from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.implementations import implementations, no_integers, pick
 from pallas_kernels.records.absent import stood_in
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import VersionFormats, check_formats
@@ -20,6 +20,9 @@ IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "mosaic", "cpu
 
 FUSES = {"pallas"}
 """Implementations that compute an epilogue in their own launches."""
+
+INTEGERS = {"xla", "cpu"}
+"""Implementations that have the arithmetic int8."""
 
 SORTS = {"pallas", "mosaic"}
 """Implementations that sort the pairs of many tokens by expert."""
@@ -52,6 +55,8 @@ def expert_ffn(
         check_epilogue(y, batch.ids, epilogue)
     fn = pick("expert_ffn", IMPLEMENTATIONS, options.implementation)
     options = with_formats(options, places, batch.x.dtype)
+    if options.arithmetic != "exact" and options.implementation not in INTEGERS:
+        raise ValueError(no_integers("expert_ffn", options.implementation))
     stores = stood_in(places.stores, arena, options.implementation)
     operands = y, arena, batch, places._replace(stores=stores), options
     if options.implementation in FUSES:

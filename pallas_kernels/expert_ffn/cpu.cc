@@ -38,6 +38,8 @@ struct Work {
   std::vector<int32_t> pairs;  // by expert
   int64_t x_width, h_width;
   float *x, *h;  // packed tokens; hidden values of the pairs, in the order of down's sum
+  int64_t whole_width;
+  float* whole;  // quantized tokens, of matrices with a unit
 };
 
 // down^T's rows are summed in this order: rows r, r + I/4, r + I/2, r + 3·I/4 follow each other, so
@@ -101,11 +103,20 @@ bool as_they_are_decoded(const Work& work, const Expert& e) {
   return e.tokens <= work.k.takes(*e.format);
 }
 
+bool has_units(const Format& f) { return f.matrix[GATE].unit || f.matrix[UP].unit; }
+
 // y[t · kMostRows + r]: rows [first, first + rows) of gate or up for an expert's tokens, whose packed
 // operands are x.
 void products(const Work& work, const Expert& e, int matrix, int64_t first, int64_t rows,
               const float* const* x, float* y) {
   const int64_t hidden = work.call.records.hidden, size = size_of(work.kind);
+  if (e.format->matrix[matrix].unit) {
+    std::vector<const float*> whole(e.tokens);
+    for (int64_t t = 0; t < e.tokens; t++) whole[t] = work.whole + (x[t] - work.x) / work.x_width * work.whole_width;
+    Buffer<float> scratch(integer_scratch(hidden));
+    return work.k.integer_dots(*e.format, e.record, matrix, first, rows, whole.data(), e.tokens, y, kMostRows,
+                               scratch.get());
+  }
   if (as_they_are_decoded(work, e)) {
     return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kMostRows);
   }
@@ -180,7 +191,8 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
     work.k.narrow(c.type, mine, rows, rounded);
     work.k.widen(c.type, rounded, rows, mine);
     float* h = work.h + (e.first + t) * work.h_width;
-    for (int64_t r = 0; r < rows; r++) h[place_of_row(first + r, c.width)] = mine[r];
+    const bool in_order = e.format->matrix[DOWN].unit;
+    for (int64_t r = 0; r < rows; r++) h[in_order ? first + r : place_of_row(first + r, c.width)] = mine[r];
   }
 }
 
@@ -237,10 +249,33 @@ void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums
   }
 }
 
+// The same where h is quantized and codes are multiplied as they are.
+void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t count) {
+  const Experts& c = work.call;
+  const int64_t size = quantized_size(c.width);
+  Buffer<float> quantized(kTokens * size), scratch(integer_columns_scratch(c.width, kIntegerColumns, kTokens));
+  for (int64_t t0 = 0; t0 < e.tokens; t0 += kTokens) {
+    const int64_t tokens = std::min(kTokens, e.tokens - t0);
+    const float* h[kTokens];
+    for (int64_t t = 0; t < tokens; t++) {
+      work.k.quantize(work.h + (e.first + t0 + t) * work.h_width, c.width, &quantized[t * size]);
+      h[t] = &quantized[t * size];
+    }
+    for (int64_t at = first; at < first + count; at += kIntegerColumns) {
+      const int64_t n = std::min(kIntegerColumns, first + count - at);
+      float* y[kTokens];
+      for (int64_t t = 0; t < tokens; t++) y[t] = c.y + work.pairs[e.first + t0 + t] * c.records.hidden + at;
+      work.k.integer_columns(*e.format, e.record, at, n, h, tokens, y, scratch.get());
+      for (int64_t t = 0; t < tokens; t++) add_biases(work, e, DOWN, at, n, y[t]);
+    }
+  }
+}
+
 // y = h · down^T, columns [first, first + count), for an expert's tokens.
 void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
   if (!arrived(work, e, DOWN)) return;
+  if (e.format->matrix[DOWN].unit) return down_of_integers(work, e, first, count);
   const int64_t width = padded(count);
   const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
   Buffer<float> sums(open * width);
@@ -358,13 +393,21 @@ void compute_as_they_come(Pool& pool, Work& work) {
 void compute_all(Pool& pool, Work& work) {
   const Experts& c = work.call;
   const Kernels& k = work.k;
-  Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);
-  work.x = x.get(), work.h = h.get();
+  bool units = false;
+  for (const Expert& e : work.experts) units |= has_units(*e.format);
+  work.whole_width = units ? quantized_size(c.records.hidden) : 0;
+  Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width), whole(c.tokens * work.whole_width);
+  work.x = x.get(), work.h = h.get(), work.whole = whole.get();
   constexpr int64_t kRowsOfX = 16;
   const int64_t numbers = c.tokens * c.records.hidden;
   parallel_rows(pool, c.tokens, kRowsOfX, numbers, [&](int64_t first, int64_t last) {
+    Buffer<float> wide(units ? c.records.hidden : 0);
     for (int64_t t = first; t < last; t++) {
-      k.pack(c.type, at(c.x, t * c.records.hidden, c.type), c.records.hidden, work.x + t * work.x_width);
+      const void* row = at(c.x, t * c.records.hidden, c.type);
+      k.pack(c.type, row, c.records.hidden, work.x + t * work.x_width);
+      if (!units) continue;
+      k.widen(c.type, row, c.records.hidden, wide.get());
+      k.quantize(wide.get(), c.records.hidden, work.whole + t * work.whole_width);
     }
   });
   if (c.records.supply) return compute_as_they_come(pool, work);
@@ -376,7 +419,7 @@ void compute_all(Pool& pool, Work& work) {
 }  // namespace
 
 void run_experts(Pool& pool, const Kernels& k, const Experts& c) {
-  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.records.hidden), apart(c.width), nullptr, nullptr};
+  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.records.hidden), apart(c.width), nullptr, nullptr, 0, nullptr};
   gather(work);
   if (!work.experts.empty()) compute_all(pool, work);
   // Who lists an expert wants its record there, so that it can give the cell to another one without

@@ -37,5 +37,5 @@ def expert_ffn(y, arena, batch, places, options):
         limit=np.float32(limit),
         alpha=np.float32(alpha),
         threads=np.int64(0),  # as many as XLA's pool has
-        **versions(options.formats, stores, address.shape[0]),
+        **versions(options.formats, stores, address.shape[0], options.arithmetic),
     )

@@ -55,6 +55,8 @@ class ExpertOptions:
     implementation: str = "xla"
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernels."""
+    arithmetic: str = "exact"
+    """One of pallas_kernels.records.integers.ARITHMETICS."""
 
 
 CELL_ROWS = 8

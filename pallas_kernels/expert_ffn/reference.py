@@ -3,12 +3,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.expert_ffn.activation import gated
+from pallas_kernels.records.format import MATRICES
+from pallas_kernels.records.integers import multiply
 from pallas_kernels.records.reference import decode, split_weights
 
 
 def expert_ffn(y, arena, batch, places, options):
     stores, layer, address, version = places
     x, ids, row_tile, formats = batch.x, batch.ids, options.row_tile, options.formats
+    integers = options.arithmetic == "int8"
     tokens, k = ids.shape
     pairs = tokens * k
     address = lax.dynamic_index_in_dim(address, layer, keepdims=False)
@@ -21,14 +24,22 @@ def expert_ffn(y, arena, batch, places, options):
 
     def expert(i, y):
         e = batch.active[i]
-        weights = _load(arena, stores, layer, e, address[e], version[e], formats)
-        matrices, biases = split_weights(weights, formats[0].cell)
+        records = _load(arena, stores, layer, e, address[e], version[e], formats)
+        if not integers:
+            products = _products(*split_weights(_decode(records), formats[0].cell))
+            return each_tile(e, y, products)
+        for fmt, (record, found) in records.items():  # of which the expert has one
+            y = lax.fori_loop(
+                0, found, lambda _, y, r=record, f=fmt: each_tile(e, y, _of_integers(r, f)), y
+            )
+        return y
 
+    def each_tile(e, y, products):
         def tile(n, y):
             place = first[e] + n * row_tile + jnp.arange(row_tile)
             inside = place < first[e + 1]
             pair = order[jnp.minimum(place, pairs - 1)]
-            out = _ffn(x[pair // k], matrices, biases, options.activation)
+            out = _ffn(x[pair // k], products, options.activation)
             # Rows past the expert's last token are computed and dropped.
             return y.at[jnp.where(inside, pair, pairs)].set(out, mode="drop")
 
@@ -39,8 +50,8 @@ def expert_ffn(y, arena, batch, places, options):
 
 
 def _load(arena, stores, layer, expert, address, version, formats):
-    """One expert's weights as `decode` returns them, from its cell or, without one, from the
-    store."""
+    """Format → an expert's record and how many there are, 0 or 1: from its cell or, without one,
+    from the store."""
     cached = (address >= 0).astype(jnp.int32)
     records = {}  # by format, of which an expert has one
 
@@ -64,19 +75,28 @@ def _load(arena, stores, layer, expert, address, version, formats):
 
         read(cell, number, cached, from_cell)
         read(held, number, 1 - cached, from_store)
+    return records
+
+
+def _decode(records):
+    """The weights of the record that there is."""
     if len(records) == 1:
         ((fmt, (record, _)),) = records.items()
         return decode(record, fmt)
+    cell = next(iter(records))
     weights = jnp.zeros((cell.weight_rows, cell.hidden), cell.dtype)
     for fmt, (record, found) in records.items():
         weights = lax.fori_loop(0, found, lambda _, w, r=record, f=fmt: decode(r, f), weights)
     return weights
 
 
-def _ffn(x, matrices, biases, activation):
-    def product(a, number, contract):
+def _products(matrices, biases):
+    """x, the number of a matrix → their product."""
+
+    def product(x, number):
+        contract = ((1,), (0,)) if number == 2 else ((1,), (1,))
         out = lax.dot_general(
-            a,
+            x,
             matrices[number],
             (contract, ((), ())),
             precision=lax.Precision.HIGHEST,
@@ -84,5 +104,20 @@ def _ffn(x, matrices, biases, activation):
         )
         return out if biases[number] is None else out + biases[number].astype(jnp.float32)
 
-    gate, up = (product(x, number, ((1,), (1,))) for number in (0, 1))
-    return product(gated(activation, gate, up).astype(x.dtype), 2, ((1,), (0,)))
+    return product
+
+
+def _of_integers(record, fmt):
+    biases = split_weights(decode(record, fmt), fmt)[1]
+
+    def product(x, number):
+        matrix = MATRICES[number] if fmt.gated or number else "up"
+        out = multiply(x, record, fmt, matrix)
+        return out if biases[number] is None else out + biases[number].astype(jnp.float32)
+
+    return product
+
+
+def _ffn(x, product, activation):
+    gate, up = (product(x, number) for number in (0, 1))
+    return product(gated(activation, gate, up).astype(x.dtype), 2)

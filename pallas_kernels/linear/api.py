@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.implementations import implementations, no_integers, pick
 from pallas_kernels.linear import pallas_triton
 from pallas_kernels.linear.coded import CodedWeights
 from pallas_kernels.linear.operands import EVERY_ROW, LinearOptions, Norm, Tiling
@@ -89,7 +89,9 @@ def _linear(
             )
     function = pick("linear", IMPLEMENTATIONS, options.implementation)
     if isinstance(weights, CodedWeights) and options.implementation != "cpu":
-        weights = weights.decode()
+        if options.arithmetic != "exact" and options.implementation != "xla":
+            raise ValueError(no_integers("linear", options.implementation))
+        weights = weights if options.arithmetic == "int8" else weights.decode()
     operands = x, weights, layer, bias, tiling, out_dtype
     if options.implementation in FUSES:
         return function(*operands, fused)

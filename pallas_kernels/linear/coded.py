@@ -57,12 +57,18 @@ class CodedWeights:
 
     def decode(self) -> jax.Array:
         """The weights [layers, out, in]."""
-        return jnp.stack([jnp.concatenate([*map(self._decode, layer)]) for layer in self.layers])
+        return jnp.stack(
+            [
+                jnp.concatenate([decode(self.record(rows), rows.format) for rows in layer])
+                for layer in self.layers
+            ]
+        )
 
-    def _decode(self, rows: CodedRows) -> jax.Array:
+    def record(self, rows: CodedRows) -> jax.Array:
+        """The record uint16[rows, in] of some rows."""
         fmt = rows.format
         record = self.elements[rows.first : rows.first + fmt.rows * fmt.hidden]
-        return decode(record.reshape(fmt.rows, fmt.hidden), fmt)
+        return record.reshape(fmt.rows, fmt.hidden)
 
 
 def lay_out(

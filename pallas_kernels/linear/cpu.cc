@@ -60,6 +60,14 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
 void block_of_codes(const Kernels& k, const Product& p, const CodedRows& part, const float* x,
                     int64_t width, int64_t first, int64_t last, int64_t output) {
   const int64_t rows = last - first, size = size_of(p.type);
+  if (part.format.matrix[UP].unit) {
+    Buffer<float> scratch(integer_scratch(p.inputs));
+    return outputs_of(k, p, x, width, output, rows,
+                      [&](const float* const* operands, int64_t tokens, float* y) {
+                        k.integer_dots(part.format, part.record, UP, first, rows, operands, tokens, y,
+                                       kMostRows, scratch.get());
+                      });
+  }
   // Decoding twice takes less time than a copy of the decoded rows.
   const int64_t few = k.takes(part.format);
   if (p.tokens <= 2 * few) {
@@ -149,8 +157,20 @@ void multiply(Pool& pool, const Kernels& k, const std::vector<Product>& products
 
 void multiply_codes(Pool& pool, const Kernels& k, const Product& p, const std::vector<CodedRows>& w) {
   const int64_t width = apart(p.inputs), step = k.rows_of_task(kind_of(p.type));
-  Buffer<float> x(p.tokens * width);
-  pack_tokens(pool, k, {p}, width, x.get());
+  bool units = false, floats = false;
+  for (const CodedRows& part : w) (part.format.matrix[UP].unit ? units : floats) = true;
+  const int64_t whole_width = units ? quantized_size(p.inputs) : 0;
+  Buffer<float> x(floats ? p.tokens * width : 0), whole(p.tokens * whole_width);
+  if (floats) pack_tokens(pool, k, {p}, width, x.get());
+  if (units) {
+    parallel_rows(pool, p.tokens, kRowsOfX, p.tokens * p.inputs, [&](int64_t first, int64_t last) {
+      Buffer<float> wide(p.inputs);
+      for (int64_t t = first; t < last; t++) {
+        k.widen(p.type, at(p.x, t * p.x_stride, p.type), p.inputs, wide.get());
+        k.quantize(wide.get(), p.inputs, &whole[t * whole_width]);
+      }
+    });
+  }
   struct Task {
     const CodedRows* part;
     int64_t first, last, output;
@@ -165,7 +185,9 @@ void multiply_codes(Pool& pool, const Kernels& k, const Product& p, const std::v
   }
   parallel(pool, static_cast<int64_t>(tasks.size()), p.tokens * width * p.outputs, [&](int64_t i) {
     const Task& task = tasks[i];
-    block_of_codes(k, p, *task.part, x.get(), width, task.first, task.last, task.output);
+    const bool of_units = task.part->format.matrix[UP].unit;
+    block_of_codes(k, p, *task.part, of_units ? whole.get() : x.get(), of_units ? whole_width : width, task.first,
+                   task.last, task.output);
   });
 }
 

@@ -20,7 +20,7 @@ def linear(x, weights, layer, bias, tiling, out_dtype):
     formats: dict[tuple[int, ...], int] = {}
     parts = [
         (
-            formats.setdefault(tuple(format_numbers(rows.format)), len(formats)),
+            formats.setdefault(tuple(format_numbers(rows.format, tiling.arithmetic)), len(formats)),
             rows.first,
             rows.format.width,
         )

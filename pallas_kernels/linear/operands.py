@@ -26,6 +26,7 @@ class Tiling(NamedTuple):
     row_tile: int
     tiles: Int[Array, ""] | int
     shared_kib: int
+    arithmetic: str = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class LinearOptions:
     implementation: str = "xla"
     norm_implementation: str = "xla"
     """Implementation of the rms_norm, if there is one."""
+    arithmetic: str = "exact"
+    """Of products with CodedWeights, one of pallas_kernels.records.integers.ARITHMETICS."""
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernel."""
 
@@ -51,7 +54,7 @@ class LinearOptions:
         if tile < 1 or rows % tile:
             raise ValueError(f"{rows} rows are not whole tiles of {tile}")
         tiles = rows // tile if self.tiles is None else self.tiles
-        return Tiling(tile, tiles, self.shared_kib)
+        return Tiling(tile, tiles, self.shared_kib, self.arithmetic)
 
 
 EVERY_ROW = LinearOptions()

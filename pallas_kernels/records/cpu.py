@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
 
-_FIELDS = 49
+_FIELDS = 52
 """Numbers of a format (`kFields` of handlers.cc)."""
 
 _SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu", "float8_e4m3fn", "uint8", "int8")
@@ -21,12 +21,16 @@ _WHOLE = (None, "times", "over")
 
 
 def versions(
-    formats: Formats | None, stores: tuple[jax.Array, ...], layers: int | None = None
+    formats: Formats | None,
+    stores: tuple[jax.Array, ...],
+    layers: int | None = None,
+    arithmetic: str = "exact",
 ) -> dict[str, Any]:
     """The attributes `width`, `formats` and `places` of a call (`versions_of` of handlers.cc).
 
     - `formats`: None: records are copied unchanged, so only their rows count.
     - `layers`: of the tables; None: of the stores.
+    - `arithmetic`: of products.
     """
     if formats is None:
         numbers = np.zeros((len(stores), 2, _FIELDS), np.int64)
@@ -34,7 +38,8 @@ def versions(
         places, width = [range(store.shape[0]) for store in stores], 0
     else:
         numbers = np.array(
-            [format_numbers(fmt) for version in formats for fmt in version[:2]], np.int64
+            [format_numbers(fmt, arithmetic) for version in formats for fmt in version[:2]],
+            np.int64,
         )
         width = formats[0].cell.width
         places = [
@@ -48,7 +53,7 @@ def versions(
     }
 
 
-def format_numbers(fmt: RecordFormat) -> list[int]:
+def format_numbers(fmt: RecordFormat, arithmetic: str = "exact") -> list[int]:
     """A format as `format_of` of handlers.cc reads it."""
 
     encodings = fmt.encodings
@@ -77,5 +82,6 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
             first(matrix, "_min_supers"),
             _WHOLE.index(encoding.whole),
             first(matrix, "_global"),
+            fmt.integer_unit(matrix) if arithmetic == "int8" else 0,
         ]
     return numbers + [first(matrix, "_bias") for matrix in encodings]

@@ -76,7 +76,18 @@ class Encoding:
         codes = np.arange(1 << self.bits + self.high, dtype=np.uint16)
         if self.value is None:
             return codes.astype(np.float32) - np.float32(self.zero)
-        return np.asarray(self.value(jnp.asarray(codes)))
+        with jax.ensure_compile_time_eval():
+            return np.asarray(self.value(jnp.asarray(codes)))
+
+    @functools.cached_property
+    def integers(self) -> tuple[np.ndarray, float] | None:
+        """int32[2^(bits + high)]: what each code means as an integer below 256, and the factor that
+        makes it `values`; None: codes are no integers (float8), or there are none."""
+        for factor in (1.0, 0.5) if self.lossy else ():
+            found = self.values / np.float32(factor)
+            if (found == np.rint(found)).all() and np.abs(found).max() < 256:
+                return found.astype(np.int32), factor
+        return None
 
     def dtype_of(self, field: str) -> str:
         """What the numbers of groups in a field are."""

@@ -264,6 +264,14 @@ class RecordFormat:
         groups = [group or axis for group in self.encodings[matrix].groups or GROUPS]
         return next((group for group in groups if axis % group == 0), groups[-1])
 
+    def integer_unit(self, matrix: str) -> int:
+        """Weights of a sum of integers, 16 or 32 (pallas_kernels.records.integers); 0: this matrix
+        has no integers."""
+        axis, group = self.width if matrix == "down" else self.hidden, self.group_of(matrix)
+        if self.encodings[matrix].integers is None or axis % 32 or group % 16:
+            return 0
+        return math.gcd(group, 32)
+
     def scale_shape(self, matrix: str) -> tuple[int, int]:
         """How many scales a matrix [I, D] has along its axes."""
         across, group = self.encodings[matrix].across, self.group_of(matrix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,20 +82,44 @@ def _codes(record: jax.Array, fmt: RecordFormat, matrix: str, name: str, bits: i
     return jnp.concatenate(unpacked, axis=0 if down else 1)[: fmt.width]
 
 
-def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
-    """[I, D] of the run's dtype."""
+class Coded(NamedTuple):
+    """What a record has of each weight of a matrix, [I, D]."""
+
+    codes: jax.Array
+    """uint16."""
+    scales: jax.Array
+    """float32."""
+    zeros: jax.Array | None
+    """float32: the code that means 0; None: it is one for all."""
+    mins: jax.Array | None
+    """float32: what is added to the scaled code; None: nothing."""
+
+
+def read_codes(record: jax.Array, fmt: RecordFormat, matrix: str) -> Coded:
+    """A matrix that is held in codes with scales."""
     encoding = fmt.encodings[matrix]
     codes = _codes(record, fmt, matrix, "codes", encoding.bits)
     if encoding.high:
         codes |= _codes(record, fmt, matrix, "highs", encoding.high) << encoding.bits
-    values = codes.astype(jnp.float32) if encoding.value is None else encoding.value(codes)
+    zeros = mins = None
     if "zeros" in encoding.fields:
-        values -= _of_weights(_numbers(record, fmt, matrix, "zeros"), fmt, matrix)
+        zeros = _of_weights(_numbers(record, fmt, matrix, "zeros"), fmt, matrix)
+    if "mins" in encoding.fields:
+        mins = _of_weights(_minimums(record, fmt, matrix), fmt, matrix)
+    return Coded(codes, _of_weights(_scales(record, fmt, matrix), fmt, matrix), zeros, mins)
+
+
+def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """[I, D] of the run's dtype."""
+    encoding, (codes, scales, zeros, mins) = fmt.encodings[matrix], read_codes(record, fmt, matrix)
+    values = codes.astype(jnp.float32) if encoding.value is None else encoding.value(codes)
+    if zeros is not None:
+        values -= zeros
     elif encoding.value is None:
         values -= encoding.zero
-    product = values * _of_weights(_scales(record, fmt, matrix), fmt, matrix)
-    if "mins" in encoding.fields:
-        product += _of_weights(_minimums(record, fmt, matrix), fmt, matrix)
+    product = values * scales
+    if mins is not None:
+        product += mins
     if encoding.product is not None:
         product = product.astype(encoding.product)
     return product.astype(fmt.dtype)

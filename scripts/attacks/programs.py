@@ -154,6 +154,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "device": ("cpu",),
     "threads": ("1",),
     "ops": ("xla", "linear=xla"),
+    "arithmetic": ("int8",),
     "max_num_seqs": ("3",),
     "max_num_batched_tokens": ("128",),
     "long_prefill_token_threshold": ("64",),

@@ -1,6 +1,6 @@
 """Native expert_ffn from each record format's own codes, beside dense: bytes a second.
 
-python -m scripts.bench formats [FORMAT...] [--tokens 1 8] [--rounds 15]
+python -m scripts.bench formats [FORMAT...] [--tokens 1 8] [--rounds 15] [--arithmetic exact int8]
 
 One layer of experts (OLMoE's by default) of random codes in each format. Rounds draw which experts
 the tokens choose; in a round each format computes the same tokens once, in turn, so that what else
@@ -11,6 +11,7 @@ the median over rounds of that rate over dense's rate in the same round.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, expert_ffn
 from pallas_kernels.records import VERSIONS, RecordFormat
 from pallas_kernels.records.encoding import read_name
+from pallas_kernels.records.integers import ARITHMETICS
 from pallas_kernels.records.versions import VersionFormats
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned
@@ -48,9 +50,12 @@ COLUMNS = (
 class Layer:
     """A layer's experts in one format, all read from the store."""
 
-    def __init__(self, name: str, experts: int, hidden: int, width: int, top_k: int):
+    def __init__(
+        self, name: str, arithmetic: str, experts: int, hidden: int, width: int, top_k: int
+    ):
         self.format = RecordFormat(name, hidden, width, "bfloat16")
-        self.name, self.bits = name, self.format.nbytes * 8 / (3 * hidden * width)
+        self.name = name if arithmetic == "exact" else f"{name} {arithmetic}"
+        self.bits = self.format.nbytes * 8 / (3 * hidden * width)
         random = np.random.default_rng(0)
         records = np.full((1, experts, self.format.rows, hidden), SCALES, np.uint16)
         for part, (first, rows) in self.format.parts.items():
@@ -64,7 +69,7 @@ class Layer:
             jnp.zeros((1, experts), jnp.int32),
         )
         formats = (VersionFormats(self.format, self.format),)
-        options = ExpertOptions("silu", 16, formats, "cpu")
+        options = ExpertOptions("silu", 16, formats, "cpu", arithmetic=arithmetic)
         self._arena, self._top_k = jnp.zeros((1, hidden), jnp.uint16), top_k
         self._op = jax.jit(
             lambda y, arena, batch, places: expert_ffn(y, arena, batch, places, options),
@@ -116,6 +121,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("formats", nargs="*", default=FORMATS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
+    choices = {"choices": ARITHMETICS, "default": ["exact"]}
+    parser.add_argument("--arithmetic", nargs="+", **choices)
     sizes = {"--experts": 64, "--hidden": 2048, "--width": 1024, "--top-k": 8}
     for name, size in sizes.items():
         parser.add_argument(name, type=int, default=size)
@@ -125,9 +132,9 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(reason)
     if unknown := [name for name in given.formats if not is_format(name)]:
         raise UserError(f"no record format is named {unknown[0]!r}; known: {', '.join(FORMATS)}")
-    names = ("dense", *given.formats)
+    names = [("dense", "exact"), *itertools.product(given.formats, given.arithmetic)]
     shape = given.experts, given.hidden, given.width, given.top_k
-    layers = [Layer(name, *shape) for name in names]
+    layers = [Layer(*name, *shape) for name in names]
     for tokens in given.tokens:
         print(f"{tokens} tokens, {instruction_set()}")
         print(*aligned(COLUMNS, [*measured(layers, tokens, given.rounds, given.top_k)]), sep="\n")

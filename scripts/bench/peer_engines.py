@@ -43,6 +43,8 @@ class Task:
     threads: int = 2
     precision: str | None = None
     """The version of moejax's experts; None: as the checkpoint has them."""
+    arithmetic: str = "exact"
+    """Of moejax."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
@@ -87,6 +89,7 @@ class MoejaxEngine:
             task.model,
             expert_budget=0,  # the store is the same memory: cells would only be copies
             precision=task.precision,
+            arithmetic=task.arithmetic,
             threads=task.threads,
             max_num_seqs=task.batch,
             max_model_len=max(task.context + task.steps, task.prompt) + 2,

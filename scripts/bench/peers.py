@@ -17,6 +17,8 @@ stages:
   q8_0, q4_k_m, mxfp4
           moejax and llama.cpp, both with the same GGUF file of that type
 
+--arithmetic int8 adds moejax with it, in front of the exact one.
+
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
 seconds is done in one round only.
 
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--stages", default="bf16", help=f"{', '.join(STAGES)} (default: %(default)s)")
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
+    add("--arithmetic", default="exact", help="of another moejax (default: there is none)")
     add("--layers", type=int, default=4, help="of OLMoE's 16 (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
@@ -140,8 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def engines_of(stage: str, without: Sequence[str]) -> list[str]:
-    return [name for name in STAGES[stage] if name.split()[0] not in without]
+def engines_of(stage: str, without: Sequence[str], arithmetic: str = "exact") -> list[str]:
+    exact, *others = STAGES[stage]
+    ours = [exact] if arithmetic == "exact" else [f"{exact} --arithmetic {arithmetic}", exact]
+    return ours + [name for name in others if name.split()[0] not in without]
 
 
 def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str) -> str | None:
@@ -164,14 +169,16 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
     workers: dict[str, Worker] = {}
     said = [f"{stage}: {args.layers} layers of OLMoE, {args.threads} threads each"]
     with ExitStack() as stack:
-        for name in engines_of(stage, args.without.split(",")):
+        for name in engines_of(stage, args.without.split(","), args.arithmetic):
+            base, _, arithmetic = name.partition(" --arithmetic ")
             task = Task(
-                str(model_file(args, name, directory)),
+                str(model_file(args, base, directory)),
                 OLMOE["vocab_size"],
                 context=args.context,
                 prompt=args.prompt,
                 threads=args.threads,
-                precision=stage if name == f"moejax {stage}" else None,
+                precision=stage if base == f"moejax {stage}" else None,
+                arithmetic=arithmetic or "exact",
             )
             python = args.llama_python if name.startswith("llama.cpp") else sys.executable
             workers[name] = Worker(name, python, task)

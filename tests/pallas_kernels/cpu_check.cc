@@ -622,7 +622,13 @@ void check_encoded(const Kernels& k) {
   Threads pool;
   const int64_t hidden = 512 * pick(1, 5), width = 64 * pick(1, 3), tokens = 20;
   StoredVersion v = {};
-  v.cell = v.held = format(static_cast<Codes>(pick(1, kKinds - 1)), hidden, width, Type::BF16);
+  v.cell = format(static_cast<Codes>(pick(1, kKinds - 1)), hidden, width, Type::BF16);
+  const bool integers = pick(0, 1);
+  for (Coding& c : v.cell.matrix) {
+    const bool whole = integers && scaled(c.kind) && c.kind != Codes::E4M3;
+    c.unit = !whole ? 0 : c.group % 32 ? 16 : 32;
+  }
+  v.held = v.cell;
   v.layers = v.experts = 1;
   const auto record = record_of(k, v.cell);
   v.store = record.data();

@@ -52,7 +52,7 @@ from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 from pallas_kernels.dispatch import KERNELS
-from pallas_kernels.records.versions import why_no_kernel, why_no_native
+from pallas_kernels.records.versions import Formats, why_no_kernel, why_no_native
 
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
@@ -170,7 +170,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             | without_native(config),
             no_mosaic=without_mosaic(config, model.dtype, layout, formats),
             shared_kib=device.shared_kib,
+            arithmetic=options.runtime.arithmetic,
         )
+    check_arithmetic(ops, formats)
     needs = TRACE_ARRAYS & {need for policy in settings.policies for need in policy.needs}
     if settings.prefetch_arms and not config.routes_apart:
         needs |= {"gate_input"}
@@ -215,6 +217,20 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         )
     refuse_conflicts(Situation(settings, device.platform, steps))
     return steps
+
+
+def check_arithmetic(ops: Ops, formats: Formats | None) -> None:
+    """Raises UserError for integer products of experts that have no integers."""
+    records = [record for version in formats or () for record in version[:2]]
+    if ops.arithmetic == "int8" and not any(
+        record.integer_unit(matrix) for record in records for matrix in record.matrices
+    ):
+        found = " and ".join(dict.fromkeys(record.version for record in records)) or "dense"
+        raise UserError(
+            f"arithmetic int8 multiplies experts in integer codes, and these, {found}, have none; "
+            "add precision int8 or int4, take a quantized checkpoint such as a GGUF file, or leave "
+            "arithmetic out"
+        )
 
 
 def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> SecondProcessor | None:
@@ -458,6 +474,11 @@ def _result_notes(steps: StepSpec) -> list[str]:
             "missed experts that a placement gives to the CPU are computed by another "
             f"implementation ({second.implementation}) with other bits: outputs are a function of "
             "the placement, which a trace records"
+        )
+    if steps.ops.arithmetic != "exact":
+        notes.append(
+            f"arithmetic {steps.ops.arithmetic}: in products with weights in integer codes "
+            "activations are rounded to 8 bits; the output has other bits than with exact"
         )
     if (delta := steps.cache_aware_routing) is not None:
         does = f"a missing expert loses {delta} of its score where routers choose"

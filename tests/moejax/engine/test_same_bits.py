@@ -34,8 +34,12 @@ NATIVE_OPS = {
 }
 
 
-def make_llm(dtype: str, **options) -> LLM:
-    return open_llm(dtype=dtype, **{"eviction": "lru", **options})
+INTEGERS = {"ops": "cpu", "precision": "int4", "arithmetic": "int8"}
+
+
+def make_llm(dtype: str, *, ops: str, **options) -> LLM:
+    chosen = INTEGERS if ops == "integers" else {"ops": ops}
+    return open_llm(dtype=dtype, **{"eviction": "lru", **chosen, **options})
 
 
 def job_pool() -> list[Job]:
@@ -84,6 +88,7 @@ class Subject:
     params=[
         pytest.param(("bfloat16", "cpu", "device"), marks=NATIVE),
         pytest.param(("bfloat16", "cpu", "host"), marks=[NATIVE, pytest.mark.slow]),
+        pytest.param(("bfloat16", "integers", "device"), marks=[NATIVE, pytest.mark.slow]),
         pytest.param(("bfloat16", "xla", "device"), marks=pytest.mark.slow),
         pytest.param(("float32", "cpu", "device"), marks=[NATIVE, pytest.mark.nightly]),
         pytest.param(("float32", "xla", "host"), marks=pytest.mark.nightly),
@@ -201,7 +206,7 @@ def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(subject, se
 @NATIVE
 def test_statistics_and_the_log_say_which_ops_are_native(subject, monkeypatch):
     chosen = subject.llm.stats()["ops"]
-    native = NATIVE_OPS if subject.ops == "cpu" else set()
+    native = set() if subject.ops == "xla" else NATIVE_OPS
     assert {op for op, name in chosen.items() if name == "cpu"} == native
     steps = subject.llm.plan.steps
     with_native = dataclasses.replace(steps, ops=resolve_ops("cpu"))

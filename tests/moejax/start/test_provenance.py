@@ -8,7 +8,7 @@ from moejax.start.decide import start_plan
 from moejax.start.options import OPTIONS, Keywords
 from moejax.start.provenance import DEFAULTS, decided_by
 
-KNOWN = {1: "4f6773e6caf6a2c3", 2: "b7dc5264cf6384a3", 3: "e52d7cbb4ef29cd1"}
+KNOWN = {1: "4f6773e6caf6a2c3", 2: "b7dc5264cf6384a3", 3: "e52d7cbb4ef29cd1", 4: "b0f30df95f5254b6"}
 """provenance.DEFAULTS -> a digest of the defaults that decide bits."""
 
 

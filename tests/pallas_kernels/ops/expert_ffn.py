@@ -119,11 +119,21 @@ def decoded(record, fmt):
     return decode(record, fmt)[0] if known else np.asarray(reference.decode(record[0], fmt))
 
 
-def run(spec, implementation, c, active=None, y=None, activation="silu", pairs=None):
+def run(
+    spec,
+    implementation,
+    c,
+    active=None,
+    y=None,
+    activation="silu",
+    pairs=None,
+    arithmetic="exact",
+):
     active = c.active if active is None else active
     listed = np.full(spec.experts, -1, np.int32)
     listed[: len(active)] = active
-    options = ExpertOptions(activation, spec.row_tile, c.formats, implementation)
+    plan = activation, spec.row_tile, c.formats, implementation
+    options = ExpertOptions(*plan, arithmetic=arithmetic)
     op = compiled(api.expert_ffn, options=options)
     stores = tuple(contract.stored(store, implementation) for store in c.stores)
     batch = ExpertBatch(listed, np.int32(len(active)), c.ids, c.x, pairs)

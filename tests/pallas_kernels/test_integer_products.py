@@ -1,0 +1,189 @@
+"""The arithmetic int8: one definition, by numpy, and its bits in every format, instruction set and
+number of rows."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu.library import instruction_set
+from pallas_kernels.expert_ffn.specs import Spec
+from pallas_kernels.implementations import no_integers
+from pallas_kernels.linear import CodedWeights, LinearOptions, lay_out, linear
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.integers import multiply, quantize
+from pallas_kernels.records.reference import read_codes
+from tests.pallas_kernels.contract import NATIVE, same_bits
+from tests.pallas_kernels.encoded import records
+from tests.pallas_kernels.ops import expert_ffn as experts
+
+FORMATS = {
+    **dict.fromkeys(("q8_0", "q4_0", "q4_k", "q6_k", "fp4-32-e8m0"), True),
+    **dict.fromkeys(("q4_1", "q5_0", "q5_1", "q5_k", "iq4_nl", "int8", "int4", "int2"), False),
+    **dict.fromkeys(("int8-channel-bf16", "int4-128-f16-zero", "int8-32-f16-zero"), False),
+    "fp4-16-e4m3xf32": False,
+}
+"""Formats with integers, and whether they are tested quickly."""
+
+EACH = [
+    pytest.param(name, marks=() if quick else pytest.mark.slow) for name, quick in FORMATS.items()
+]
+
+ROWS = (1, 2, 8, 33)
+
+
+def coded(version: str, inputs: int) -> CodedWeights:
+    """Two layers of 58 rows in two parts, which differ between the layers."""
+    layers = [[(version, 48), ("q6_k", 10)], [("q4_0", 48), (version, 10)]]
+    placed, count = lay_out(layers, inputs, "bfloat16")
+    random, elements = np.random.default_rng(0), np.zeros(count, np.uint16)
+    for part in (part for layer in placed for part in layer):
+        made = records(random, 1, part.format).reshape(-1)
+        elements[part.first : part.first + made.size] = made
+    return CodedWeights(jnp.asarray(elements), placed)
+
+
+def drawn(rows: int, width: int) -> jax.Array:
+    """Rows of several sizes, one group of zeros, one of very small numbers."""
+    x = np.random.default_rng(rows).standard_normal((rows, width)) * 4.0 ** (
+        np.arange(rows)[:, None] % 7
+    )
+    x[0, :32], x[-1, 32:64] = 0, 1e-34
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def check_linear(version: str, inputs: int) -> None:
+    weights, x = coded(version, inputs), drawn(ROWS[-1], inputs)
+
+    def run(implementation, x, layer):
+        options = LinearOptions(implementation=implementation, arithmetic="int8")
+        return linear(x, weights, layer, options=options, out_dtype=jnp.float32)
+
+    reference, native = (jax.jit(run, static_argnums=0) for _ in range(2))
+    for layer in range(2):
+        wanted = reference("xla", x, layer)
+        for rows in ROWS:
+            same_bits(native("cpu", x[:rows], layer), wanted[:rows])
+
+
+def check_experts(version: str, width: int) -> None:
+    """By relu: XLA's exponential is not the native one."""
+    wide = None
+    for tokens in (33, 1):
+        spec = Spec(tokens, "bfloat16", hidden=256, width=width, experts=4, versions=(version,))
+        case = experts.case(spec, 0)
+        found, wanted = (
+            experts.run(spec, name, case, activation="relu", arithmetic="int8")
+            for name in ("cpu", "xla")
+        )
+        same_bits(found, wanted)
+        exact = experts.run(spec, "cpu", case, activation="relu")
+        wide = np.abs(np.asarray(exact)).max() if wide is None else wide
+        assert 0 < np.abs(found - exact).max() < 0.05 * wide
+
+
+@NATIVE
+@pytest.mark.parametrize("version", EACH)
+def test_native_products_have_the_bits_of_the_reference(version):
+    """512: units lie in one plane; 320: in two; 288: planes do not begin at whole vectors."""
+    for inputs in (512,) if FORMATS[version] else (512, 320, 288):
+        check_linear(version, inputs)
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EACH)
+def test_native_experts_have_the_bits_of_the_reference(version):
+    for width in (256, 320, 96):
+        check_experts(version, width)
+
+
+@NATIVE
+@pytest.mark.slow
+def test_every_instruction_set_has_them():
+    """In a process of its own: kernels are chosen once."""
+    code = f"from {__name__} import check_everything; check_everything()"
+    environment = {**os.environ, "MOEJAX_CPU_ISA": "portable"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "portable\n", done.stderr
+
+
+def check_everything() -> None:
+    for version in FORMATS:
+        check_linear(version, 320)
+    for version in ("q8_0", "q4_k", "q6_k", "fp4-32-e8m0"):
+        check_experts(version, 256)
+    print(instruction_set())
+
+
+# ---- the definition
+
+
+def by_numpy(x, record, fmt, lanes=8, order=1, scaled=True, minimum=True):
+    """x · upᵀ, every operation in float32 and alone."""
+    q, scales = map(np.asarray, quantize(x))
+    read = read_codes(record, fmt, "up")
+    codes, weight_scales, zeros, mins = (None if e is None else np.asarray(e) for e in read)
+    integers, factor = fmt.encodings["up"].integers
+    whole = integers[codes.astype(int)] - (0 if zeros is None else zeros.astype(int))
+    unit = fmt.integer_unit("up")
+    sums = np.zeros((len(x), len(whole), lanes), np.float32)
+    for u in range(fmt.hidden // unit)[::order]:
+        part = slice(u * unit, (u + 1) * unit)
+        product = np.float32(q[:, part] @ whole[:, part].T)
+        of_x = scales[:, u * unit // 32, None] if scaled else np.float32(1)
+        sums[..., u % lanes] += product * (weight_scales[:, u * unit] * np.float32(factor) * of_x)
+        if mins is not None and minimum:
+            of_x = np.float32(q[:, part].sum(axis=1))[:, None], of_x
+            sums[..., u % lanes] += of_x[0] * (mins[:, u * unit] * of_x[1])
+    while (half := sums.shape[-1] // 2) > 0:
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
+
+
+@pytest.mark.parametrize("version", ["q8_0", "q4_k", "fp4-32-e8m0"])
+def test_the_reference_is_the_definition_and_no_other_one(version):
+    fmt = RecordFormat(version, 1024, 24, "float32", gated=False, alone=True)
+    record = jnp.asarray(records(np.random.default_rng(0), 1, fmt)[0])
+    x = drawn(5, 1024).astype(jnp.float32)
+    found = np.asarray(jax.jit(lambda x: multiply(x, record, fmt, "up"))(x))
+    same_bits(found, by_numpy(x, record, fmt))
+    mistakes = [{"lanes": 4}, {"order": -1}, {"scaled": False}]
+    for mistake in mistakes + [{"minimum": False}] * (version == "q4_k"):
+        assert not np.array_equal(found, by_numpy(x, record, fmt, **mistake)), mistake
+
+
+def test_numbers_are_rounded_to_even_and_what_is_not_finite_stays_so():
+    x = np.zeros((1, 96), np.float32)
+    x[0, :6] = 127, 0.5, 1.5, -2.5, 126.5, -127
+    x[0, 32], x[0, 64] = np.inf, np.nan
+    q, scales = map(np.asarray, quantize(jnp.asarray(x)))
+    assert q[0, :6].tolist() == [127, 0, 2, -2, 126, -127] and not q[0, 6:].any()
+    assert scales[0, 0] == np.float32(127) * (np.float32(1) / np.float32(127))
+    assert np.isinf(scales[0, 1]) and np.isnan(scales[0, 2])
+
+
+def test_formats_say_whether_they_have_integers():
+    def unit(version, hidden=256, width=96, matrix="up"):
+        return RecordFormat(version, hidden, width, "bfloat16").integer_unit(matrix)
+
+    assert unit("q4_0") == unit("int4-128-bf16") == 32 and unit("q6_k") == 16
+    assert unit("q4_0", width=40, matrix="down") == 0 != unit("q4_0", width=40)
+    for version in ("dense", "lossless12", "fp8-128x128-f32", "int4-8-bf16"):
+        assert unit(version) == 0
+
+
+def test_ops_without_integers_refuse():
+    weights = coded("q8_0", 512)
+    options = LinearOptions(implementation="pallas", arithmetic="int8")
+    with pytest.raises(ValueError, match=r"linear.*pallas has no integer products; use"):
+        linear(drawn(2, 512), weights, 0, options=options)
+    spec = Spec(2, "bfloat16", versions=("int8",))
+    with pytest.raises(ValueError, match=no_integers("expert_ffn", "pallas")[:30]):
+        experts.run(spec, "pallas", experts.case(spec, 0), arithmetic="int8")
