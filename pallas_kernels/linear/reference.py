@@ -8,27 +8,24 @@ from pallas_kernels.records.integers import multiply
 def linear(x, weights, layer, bias, tiling, out_dtype):
     row_tile = tiling.row_tile
     outputs = weights.shape[1]
-    if isinstance(weights, CodedWeights):  # whose integers are multiplied
+    coded = isinstance(weights, CodedWeights)  # whose integers are multiplied
+    weight = None if coded else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
 
-        def multiplied(rows):
+    def multiplied(rows):
+        if coded:
             each = [
                 [multiply(rows, weights.record(part), part.format, "up") for part in parts]
                 for parts in weights.layers
             ]
             every = jnp.stack([jnp.concatenate(parts, axis=1) for parts in each])
             return lax.dynamic_index_in_dim(every, layer, keepdims=False)
-
-    else:
-        weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
-
-        def multiplied(rows):
-            return lax.dot_general(
-                rows,
-                weight,
-                (((1,), (1,)), ((), ())),
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
+        return lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
 
     def product(rows):
         y = multiplied(rows)

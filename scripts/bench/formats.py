@@ -134,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"no record format is named {unknown[0]!r}; known: {', '.join(FORMATS)}")
     names = [("dense", "exact"), *itertools.product(given.formats, given.arithmetic)]
     shape = given.experts, given.hidden, given.width, given.top_k
-    layers = [Layer(*name, *shape) for name in names]
+    layers = [Layer(name, arithmetic, *shape) for name, arithmetic in names]
     for tokens in given.tokens:
         print(f"{tokens} tokens, {instruction_set()}")
         print(*aligned(COLUMNS, [*measured(layers, tokens, given.rounds, given.top_k)]), sep="\n")
