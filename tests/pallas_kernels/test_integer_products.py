@@ -89,8 +89,8 @@ def check_experts(version: str, width: int) -> None:
 @NATIVE
 @pytest.mark.parametrize("version", EACH)
 def test_native_products_have_the_bits_of_the_reference(version):
-    """512: units lie in one plane; 320: in two; 288: planes do not begin at whole vectors; 256: there
-    are as many units as lanes."""
+    """512: units lie in one plane; 320: in two; 288: planes do not begin at whole vectors; 256: as
+    many units as lanes."""
     for inputs in (512,) if FORMATS[version] else (512, 320, 288, 256):
         check_linear(version, inputs)
 
