@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moejax import LLM, SamplingParams
 from moejax.commands.main import main as moejax_main
 from moejax.evaluate.experiments.definition import read_changes, read_experiment
 from moejax.evaluate.experiments.grid import ablate
@@ -127,8 +128,10 @@ def test_other_commands_run(command, tmp_path, monkeypatch, capsys, repository):
         assert found.returncode == 0, found.stdout[-2000:]
     elif small is None:
         monkeypatch.chdir(tmp_path)
-        text = ["The old house", "--max-tokens", "24", "--trace", "run,arrays=gate_input"]
-        assert moejax_main(["generate", *text, "--quiet"]) == 0
+        prompts = ["The old house", "12 + 30 =", "def add(a, b):", "She had never seen"]
+        options = {"max_model_len": 64, "trace": "run,arrays=gate_input", "progress": False}
+        with LLM("demo", **options) as llm:
+            llm.generate(prompts, SamplingParams(max_tokens=24))
         assert moejax_main([*arguments, "run", "out.safetensors"]) == 0
         assert (tmp_path / "out.safetensors").stat().st_size
     else:
