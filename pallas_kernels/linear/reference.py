@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -9,7 +11,7 @@ def linear(x, weights, layer, bias, tiling, out_dtype):
     row_tile = tiling.row_tile
     outputs = weights.shape[1]
     coded = isinstance(weights, CodedWeights)  # whose integers are multiplied
-    weight = None if coded else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    weight: Any = None if coded else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
 
     def multiplied(rows):
         if coded:
