@@ -109,8 +109,8 @@ def verify(
             logits, again = logits[:count], logits[count:]
             yield _of_layers(errors, dtype)
             yield _of_routing(misrouted, moe * count)
-            expected = (part[len(ids) - 1 :] for part in (logits, again))
-            yield _of_logits(decoded, *expected, config.num_hidden_layers)
+            last = slice(len(ids) - 1, None)
+            yield _of_logits(decoded, logits[last], again[last], config.num_hidden_layers)
             if tokenizer is not None:
                 yield _of_the_text(reference, logits[: len(ids) - 1], ids)
             yield _of_transformers(reference, directory, ids)

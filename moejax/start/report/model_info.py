@@ -184,13 +184,12 @@ def model_info(
     if record.biases:
         expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
-    if params["embed"].dtype.name != "bfloat16":
-        coded = None
+    sizes = coded if coded and params["embed"].dtype.name == "bfloat16" else {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
         nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-        counts[1] += (coded or {}).get(param_key(path), nbytes)
+        counts[1] += sizes.get(param_key(path), nbytes)
     stored, versions = moe_layers * config.num_experts, {}
     own = {version: len(layers) for version, layers in config.expert_layers.items()}
     for version in dict.fromkeys((*VERSIONS, *own)):
