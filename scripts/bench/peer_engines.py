@@ -129,6 +129,19 @@ class MoejaxEngine:
         while not request.output:
             self.llm.engine.step()
 
+    def floor(self, batch: int, tokens: int) -> float:
+        """Seconds of a step of so many tokens if reading memory alone took time: weights, states,
+        KV and the experts that so many tokens choose if all are equally likely."""
+        from moejax.costs.rates import measure_memory_rate
+        from scripts.parts.decode_timing import step_bytes
+
+        runner = self.llm.engine.runner
+        config, context = runner.config, self.task.context if batch == tokens else 0
+        each = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens
+        active = sum(config.moe_layers) * config.num_experts * each
+        read = step_bytes(runner, active, batch=batch, context=context)
+        return sum(read.values()) / measure_memory_rate(runner.device)
+
     def _stop(self) -> None:
         """Ends the decoded sequences: the engine would go on with them beside a prompt."""
         self.llm.engine.abort(self._requests)
@@ -136,7 +149,11 @@ class MoejaxEngine:
 
 
 class TransformersEngine:
-    """All sequences have the context of the first one: only that one's scores are comparable."""
+    """All sequences have the context of the first one: only that one's scores are comparable.
+
+    Keys and values behind a step's position are cut off. States cannot be: the first step after the
+    context takes those of the context anew, and its copy of them is timed.
+    """
 
     def __init__(self, task: Task):
         torch, transformers = import_module("torch"), import_module("transformers")
@@ -151,13 +168,18 @@ class TransformersEngine:
         tokens = self._tensor(task.decoded()[:1, : task.context]).long()
         cache = self.model(tokens, use_cache=True, logits_to_keep=1).past_key_values
         self._caches = {1: cache, task.batch: copy.deepcopy(cache)}
-        self._caches[task.batch].batch_repeat_interleave(task.batch)
+        self._caches[task.batch].reorder_cache(torch.zeros(task.batch, dtype=torch.long))
+        self._context = task.context
+        self._states = "linear_attention" in (getattr(self.model.config, "layer_types", None) or ())
 
     def start(self, batch: int) -> None:
-        self._cache = self._caches[batch]
+        self._first = self._cache = self._caches[batch]
 
     def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
-        self._cache.crop(position)
+        if not self._states:
+            self._cache.crop(position)
+        elif position == self._context:
+            self._cache = copy.deepcopy(self._first)
         given = self._tensor(tokens).long()[:, None]
         output = self.model(given, past_key_values=self._cache, use_cache=True)
         return output.logits[:, -1].float().numpy()
@@ -167,7 +189,11 @@ class TransformersEngine:
 
 
 class LlamaEngine:
-    """Through llama-cpp-python's bindings of llama.cpp's C interface."""
+    """Through llama-cpp-python's bindings of llama.cpp's C interface.
+
+    States cannot be cut off behind a position: of models that have them each context has a second
+    sequence, from which the first step after the context begins anew.
+    """
 
     def __init__(self, task: Task):
         self.task, self.llama = task, import_module("llama_cpp")
@@ -178,8 +204,10 @@ class LlamaEngine:
             raise RuntimeError(f"llama.cpp does not load {task.model}")
         params = self.llama.llama_context_default_params()
         longest = max(task.prompt, task.context + task.steps + 1)
-        params.n_seq_max = task.batch + 1  # the last one is the timed prompt's
-        params.n_ctx = (task.batch + 1) * -(-longest // 256) * 256
+        self._kept = task.batch if self.llama.llama_model_is_hybrid(self._model) else 0
+        self._prompt = task.batch + self._kept  # the sequence of the timed prompt
+        params.n_seq_max = self._prompt + 1
+        params.n_ctx = params.n_seq_max * -(-longest // 256) * 256
         params.n_batch = params.n_ubatch = max(512, task.prompt)
         params.n_threads = params.n_threads_batch = task.threads
         params.no_perf = True
@@ -194,22 +222,32 @@ class LlamaEngine:
     def start(self, batch: int) -> None:
         contexts = self.task.decoded()[:, : self.task.context]
         for i in range(self._started, batch):
-            self._compute(contexts[i], np.arange(self.task.context), [i] * self.task.context, 1)
+            sequence = [i + self._kept] * self.task.context
+            self._compute(contexts[i], np.arange(self.task.context), sequence, 1)
+            if self._kept:
+                self._begin_anew(i)
         self._started = max(self._started, batch)
 
     def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
         count = len(tokens)
         for i in range(count):
-            self.llama.llama_memory_seq_rm(self._memory, i, position, -1)
+            if not self.llama.llama_memory_seq_rm(self._memory, i, position, -1):
+                assert position == self.task.context
+                self._begin_anew(i)
         self._compute(tokens, np.full(count, position), list(range(count)), count)
         logits = self.llama.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(count, self.task.vocabulary)).copy()
 
     def prefill(self, tokens: np.ndarray) -> None:
-        last = self.task.batch
+        last = self._prompt
         self._compute(tokens, np.arange(len(tokens)), [last] * len(tokens), 1)
         self.llama.llama_get_logits(self._context)
         self.llama.llama_memory_seq_rm(self._memory, last, -1, -1)
+
+    def _begin_anew(self, i: int) -> None:
+        """Makes sequence i what it was after its context."""
+        self.llama.llama_memory_seq_rm(self._memory, i, -1, -1)
+        self.llama.llama_memory_seq_cp(self._memory, i + self._kept, i, -1, -1)
 
     def _compute(
         self, tokens: np.ndarray, positions: np.ndarray, sequences: list[int], logits: int
@@ -251,8 +289,11 @@ def serve(engine_name: str, task: Task) -> None:
 
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"} or {"what":
-    "check", "batch"}."""
+    """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"}, {"what": "check",
+    "batch"} or, of moejax, {"what": "floor", "batch", "tokens"}."""
+    if question["what"] == "floor":
+        assert isinstance(engine, MoejaxEngine)
+        return {"seconds": engine.floor(question["batch"], question["tokens"])}
     if question["what"] == "prefill":
         return {"seconds": timed_steps(lambda i: engine.prefill(task.prefilled()), 1)}
     batch = question["batch"]
@@ -310,25 +351,30 @@ TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
 
 
 def write_gguf(directory: Path, path: Path) -> None:
-    """Writes a checkpoint of OLMoE as a GGUF file: routers and norms in float32, the rest in
-    bfloat16, no tokenizer, as every token is forced."""
+    """Writes a checkpoint of OLMoE or Qwen3.5 as a GGUF file: routers, norms and what decides
+    states in float32, the rest in bfloat16, no tokenizer, as every token is forced."""
     gguf: Any = import_module("gguf")
     config = json.loads((directory / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "olmoe")
+    olmoe = config["model_type"] == "olmoe"
+    named = gguf_tensors if olmoe else hybrid_tensors
+    writer = gguf.GGUFWriter(path, "olmoe" if olmoe else "qwen35moe")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if olmoe:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_rope_freq_base(config["rope_theta"])
+    else:
+        add_hybrid(writer, config)
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_BF16))
     writer.add_tokenizer_model("none")
-    for name, tensor in gguf_tensors(directory, config):
+    for name, tensor in named(directory, config):
         kind = None if tensor.dtype == np.float32 else gguf.GGMLQuantizationType.BF16
         shape = tensor.shape if kind is None else tensor.view(np.uint8).shape
         dtype = tensor.dtype if kind is None else np.dtype(np.uint8)
@@ -336,9 +382,27 @@ def write_gguf(directory: Path, path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, tensor in gguf_tensors(directory, config):
+    for _, tensor in named(directory, config):
         writer.write_tensor_data(tensor)
     writer.close()
+
+
+def add_hybrid(writer: Any, config: dict[str, Any]) -> None:
+    """Writes the keys that only Qwen3.5 has."""
+    rope, head = config["rope_parameters"], config["head_dim"]
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
 
 
 def gguf_tensors(directory: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -356,10 +420,60 @@ def gguf_tensors(directory: Path, config: dict[str, Any]) -> Iterator[tuple[str,
     for layer in range(config["num_hidden_layers"]):
         for source, target in LAYER.items():
             yield named(f"model.layers.{layer}.{source}", f"blk.{layer}.{target}")
+    yield from expert_tensors(tensors, config)
+
+
+def expert_tensors(
+    tensors: dict[str, np.ndarray], config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The experts of a layer as one tensor for each matrix."""
+    for layer in range(config["num_hidden_layers"]):
         for matrix in ("gate", "up", "down"):
             prefix = f"model.layers.{layer}.mlp.experts"
             names = (f"{prefix}.{e}.{matrix}_proj.weight" for e in range(config["num_experts"]))
             yield f"blk.{layer}.ffn_{matrix}_exps.weight", np.stack([tensors[n] for n in names])
+
+
+def hybrid_tensors(directory: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """As gguf_tensors of a checkpoint of Qwen3.5, by conversion/qwen.py of llama.cpp."""
+    gguf: Any = import_module("gguf")
+    tensors = bfloat16_tensors(directory)
+    found = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35MOE, config["num_hidden_layers"])
+    for name, bits in tensors.items():
+        if ".experts." not in name:
+            target = found.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+            yield target, hybrid_values(name, tiled_heads(name, bits, config))
+    yield from expert_tensors(tensors, config)
+
+
+def hybrid_values(name: str, bits: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16, or float32. Norms get one added; A_log becomes what it stands for."""
+    if bits.ndim > 1 and not name.endswith(("conv1d.weight", "gate.weight")):
+        return bits
+    wide = (bits.astype(np.uint32) << 16).view(np.float32).squeeze()
+    if name.endswith("A_log"):
+        return -np.exp(wide)
+    one = name.endswith("norm.weight") and "linear_attn" not in name
+    return wide + 1 if one else wide
+
+
+def tiled_heads(name: str, x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Value heads of gated delta nets in the order of llama.cpp: the first one of each key head,
+    then the second of each."""
+    keys, width = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    first, axis = 0, 0
+    if "linear_attn." not in name or "linear_attn.norm" in name:
+        return x
+    if "in_proj_qkv" in name or "conv1d" in name:
+        first = 2 * keys * config["linear_key_head_dim"]
+    elif "out_proj" in name:
+        axis = 1
+    elif "in_proj_z" not in name:
+        width = 1
+    before, after = np.split(x, [first], axis)
+    apart = after.reshape(*x.shape[:axis], keys, -1, width, *x.shape[axis + 1 :])
+    tiles = apart.swapaxes(axis, axis + 1).reshape(after.shape)
+    return np.concatenate([before, tiles], axis)
 
 
 def bfloat16_tensors(directory: Path) -> dict[str, np.ndarray]:

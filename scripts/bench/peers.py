@@ -16,9 +16,13 @@ stages:
   int4    the same with int4 and Q4_0
   q8_0, q4_k_m, mxfp4
           moejax and llama.cpp, both with the same GGUF file of that type
+  hybrid  as bf16, of Qwen3.6-35B-A3B with a smaller vocabulary (two layers are 3.9 GB); every
+          fourth layer, of fewer the last, has keys and values, the others have states
 
 --arithmetic int8 adds moejax with it, in front of the exact one.
 
+`floor` is the time of reading the bytes of a step at the memory's measured rate: weights, states,
+KV, and the experts that its tokens choose if all are equally likely.
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
 seconds is done in one round only.
 
@@ -60,10 +64,16 @@ STAGES = {
     "q8_0": ("moejax Q8_0 all", "llama.cpp Q8_0 all"),
     "q4_k_m": ("moejax Q4_K_M all", "llama.cpp Q4_K_M all"),
     "mxfp4": ("moejax MXFP4 all", "llama.cpp MXFP4 all"),
+    "hybrid": ("moejax", "llama.cpp BF16", "transformers bf16"),
 }
 """Engines, moejax first."""
 
-AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5, "q8_0": 0.05, "q4_k_m": 0.05, "mxfp4": 0.05}
+AGREEMENT = {
+    **dict.fromkeys(("bf16", "hybrid"), 0.03),
+    **dict.fromkeys(("q8_0", "q4_k_m", "mxfp4"), 0.05),
+    "int8": 0.1,
+    "int4": 0.5,
+}
 """Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
 have a standard deviation of some 0.9, so engines that compute something else differ by that."""
 
@@ -92,6 +102,41 @@ OLMOE: dict[str, Any] = {
 }
 """config.json of allenai/OLMoE-1B-7B-0924."""
 
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "dtype": "bfloat16",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "rope_type": "default",
+    },
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 65536,
+}
+"""config.json of the text model of Qwen3.6-35B-A3B, but for `vocab_size`, which is 248320."""
+
 LLAMA = "pip install llama-cpp-python==0.3.36 gguf==0.19.0"
 TORCH = "pip install torch==2.13.0 transformers==5.17.0 accelerate"
 
@@ -100,6 +145,7 @@ COLUMNS = (
     ("engine", "{engine}"),
     ("tok/s", "{tokens_per_s:.1f}"),
     ("ms", "{ms:.1f}"),
+    ("floor", "{floor_ms:.1f}"),
     ("rounds", "{rounds}"),
     ("ours ÷ theirs, tok/s", "{ratio:.2f}"),
     ("from", "{low:.2f}"),
@@ -130,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stages", default="bf16", help=f"{', '.join(STAGES)} (default: %(default)s)")
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
     add("--arithmetic", default="exact", help="of another moejax (default: there is none)")
-    add("--layers", type=int, default=4, help="of OLMoE's 16 (default: %(default)s)")
+    add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
     add("--rounds", type=int, default=7, help="of all engines in turn (default: %(default)s)")
@@ -167,13 +213,14 @@ def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str
 def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator[str]:
     """The lines that the stage prints: how it ran, agreement, the table."""
     workers: dict[str, Worker] = {}
-    said = [f"{stage}: {args.layers} layers of OLMoE, {args.threads} threads each"]
+    model, fields = model_of(stage, args.layers)
+    said = [f"{stage}: {args.layers} layers of {model}, {args.threads} threads each"]
     with ExitStack() as stack:
         for name in engines_of(stage, args.without.split(","), args.arithmetic):
             base, _, arithmetic = name.partition(" --arithmetic ")
             task = Task(
-                str(model_file(args, base, directory)),
-                OLMOE["vocab_size"],
+                str(model_file(args, base, directory / f"{model}-{args.layers}", fields)),
+                fields["vocab_size"],
                 context=args.context,
                 prompt=args.prompt,
                 threads=args.threads,
@@ -190,18 +237,33 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
     yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
 
 
-def model_file(args: argparse.Namespace, name: str, directory: Path) -> Path:
-    """What this engine reads, written where it is not there yet."""
-    checkpoint = directory / f"olmoe-{args.layers}"
-    write_checkpoint(checkpoint, OLMOE | {"num_hidden_layers": args.layers})
+def model_of(stage: str, layers: int) -> tuple[str, dict[str, Any]]:
+    """The name of the stage's model, and its config.json with so many layers."""
+    if stage != "hybrid":
+        return "olmoe", OLMOE | {"num_hidden_layers": layers}
+    every = min(layers, 4)
+    kinds = ["linear_attention" if i % every else "full_attention" for i in range(1, layers + 1)]
+    own = {"layer_types": kinds, "full_attention_interval": every}
+    return "qwen36", QWEN | {"num_hidden_layers": layers} | own
+
+
+def model_file(
+    args: argparse.Namespace, name: str, checkpoint: Path, fields: Mapping[str, Any]
+) -> Path:
+    """What this engine reads, written where it is not there yet.
+
+    - `checkpoint`: its folder, and how the names of other files begin.
+    - `fields`: of config.json.
+    """
+    write_checkpoint(checkpoint, fields)
     if not name.startswith("llama.cpp") and not name.endswith("all"):
         return checkpoint
-    whole = directory / f"olmoe-{args.layers}-BF16.gguf"
+    whole = checkpoint.with_name(f"{checkpoint.name}-BF16.gguf")
     write_gguf(args.llama_python, checkpoint, whole)
     kind, *rest = name.split()[1:]
     if kind == "BF16":
         return whole
-    path = directory / f"olmoe-{args.layers}-{kind}-{rest[0]}.gguf"
+    path = checkpoint.with_name(f"{checkpoint.name}-{kind}-{rest[0]}.gguf")
     write_gguf(args.llama_python, whole, path, kind, *rest)
     return path
 
@@ -303,13 +365,19 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
                     continue
                 found[name].append(float(np.median(seconds)))
         print(f"{case} is done", file=sys.stderr, flush=True)
-        rows += case_rows(case, int(batch or args.prompt), found)
+        tokens = int(batch or args.prompt)
+        ours = next(iter(workers.values()))
+        floor = ours.ask("floor", batch=int(batch or 1), tokens=tokens)["seconds"]
+        rows += case_rows(case, tokens, found, floor)
     return rows
 
 
-def case_rows(case: str, tokens: int, found: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """A row for each engine. tokens: of a step. found: seconds of a step, by round. ratio: tokens
-    a second of the first engine over those of this one."""
+def case_rows(
+    case: str, tokens: int, found: Mapping[str, Sequence[float]], floor: float
+) -> list[dict[str, Any]]:
+    """A row for each engine. tokens: of a step. found: seconds of a step, by round. floor: seconds
+    of reading what a step needs. ratio: tokens a second of the first engine over those of this
+    one."""
     ours, rows = next(iter(found.values())), []
     for name, theirs in found.items():
         median = float(np.median(theirs))
@@ -326,6 +394,7 @@ def case_rows(case: str, tokens: int, found: Mapping[str, Sequence[float]]) -> l
                 "case": case,
                 "engine": name,
                 "ms": 1e3 * median,
+                "floor_ms": 1e3 * floor,
                 "tokens_per_s": tokens / median,
                 "rounds": len(theirs),
                 "ratio": ratio,

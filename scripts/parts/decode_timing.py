@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from host_offload.traces.generators import routing_generator
 from moejax.engine.loop import Engine
+from moejax.models.config import ModelConfig
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
@@ -84,7 +88,7 @@ def prefill(
 
 
 def step_bytes(runner: Executor, active: float, *, batch: int, context: int) -> dict[str, float]:
-    """Bytes that a decode step must read, by what they are.
+    """Bytes that a decode step must read, by what they are; states are also written.
 
     active: experts over all layers. context: tokens that each of `batch` sequences attends to, at
     least. Of embeddings that are not the head too a step reads the rows of its tokens only, which
@@ -100,7 +104,17 @@ def step_bytes(runner: Executor, active: float, *, batch: int, context: int) -> 
         "attention and other weights": weights - head,
         "head": head,
         "KV": batch * context * page.nbytes / page.block_size,
+        "states": 2 * batch * state_bytes(config, runner.steps.dtype),
     }
+
+
+def state_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of a sequence's states."""
+    if config.state is None:
+        return 0
+    arrays = itertools.chain(*config.state.state(dtype))
+    each = sum(math.prod(shape) * jnp.dtype(kind).itemsize for shape, kind in arrays)
+    return len(config.state_layers) * each
 
 
 def decode(
