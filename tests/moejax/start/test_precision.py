@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ def test_a_map_of_another_model_is_refused(tmp_path):
 
 def test_stats_without_control_say_what_was_asked_for():
     plan = parse_precision(Config.of("", precision="int4"))
-    engine: Any = None
-    made = {"quantizers": {"int4": "rtn"}}
+    ops = SimpleNamespace(arithmetic="exact")
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(steps=SimpleNamespace(ops=ops)))
+    made = {"quantizers": {"int4": "rtn"}, "arithmetic": "exact"}
     assert precision_stats(plan, None, engine, {"int4": "rtn"}) == plan.report() | made
     counts = {"precision": {"promotions": 3}}
     assert precision_stats(plan, counts, engine, {})["promotions"] == 3
