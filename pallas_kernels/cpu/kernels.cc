@@ -1336,7 +1336,8 @@ void delta(float* s, int64_t values, const DeltaTokens& d, float* v, float* scra
 template <class V>
 INLINE V unfused(V product) {
 #if defined(__x86_64__)
-  asm("" : "+x"(product));
+  if constexpr (sizeof(V) <= __BIGGEST_ALIGNMENT__) asm("" : "+x"(product));
+  else asm("" : "+m"(product));  // wider than a register
 #elif defined(__aarch64__)
   asm("" : "+w"(product));
 #else

@@ -651,6 +651,45 @@ void check_encoded(const Kernels& k) {
   }
 }
 
+// ---- products with weights in codes
+
+// Rows in codes have the bits of the same rows decoded.
+void check_coded(const Kernels& k) {
+  Threads pool;
+  const Type type = pick(0, 1) ? Type::BF16 : Type::F32, out = any_type();
+  const int64_t tokens = pick(0, 40), inputs = pick(0, 1) ? 16 * pick(1, 30) : 512 * pick(1, 2);
+  std::vector<std::vector<uint16_t>> records;
+  std::vector<CodedRows> parts;
+  int64_t outputs = 0;
+  for (int64_t left = pick(1, 3); left; left--) {
+    Format f;
+    do f = format(static_cast<Codes>(pick(0, kKinds - 1)), inputs, pick(1, 90), type);
+    while (type != Type::BF16 && f.matrix[UP].kind == Codes::Lossless12);
+    records.push_back(record_of(k, f));
+    parts.push_back({f, records.back().data()});
+    outputs += f.width;
+  }
+  std::vector<char> w(outputs * inputs * size_of(type));
+  char* row = w.data();
+  for (const CodedRows& part : parts) {
+    for (int64_t r = 0; r < part.format.width; r++, row += inputs * size_of(type)) {
+      if (const void* dense = row_of(part.format, part.record, UP, r)) {
+        std::memcpy(row, dense, inputs * size_of(type));
+      } else {
+        k.decode(part.format, part.record, UP, r, 0, inputs, nullptr, row);
+      }
+    }
+  }
+  const auto x = draw(k, type, tokens * inputs), bias = draw(k, type, outputs);
+  std::vector<char> y(tokens * outputs * size_of(out)), of_codes(y.size());
+  Product p = {type,    out,      tokens,   inputs,      outputs, inputs,
+               outputs, x.data(), w.data(), bias.data(), y.data()};
+  multiply(pool, k, {p});
+  p.w = nullptr, p.y = of_codes.data();
+  multiply_codes(pool, k, p, parts);
+  expect(y == of_codes, "linear: weights in codes have other bits");
+}
+
 // ---- paged_attention
 
 void check_attention(const Kernels& k) {
@@ -710,6 +749,144 @@ void check_attention(const Kernels& k) {
   }
   table[0] = (int32_t)(c.kv_rows - per_layer * c.layer);
   if (!c.window) expect(refused(run), "an address");
+}
+
+// ---- sample
+
+void check_sample(const Kernels& k) {
+  Threads pool;
+  const int64_t rows = pick(0, 4), n = pick(1, 3000), most = pick(0, std::min<int64_t>(n, 20));
+  std::vector<float> logits(rows * n), temperature(rows), top_p(rows);
+  std::vector<int32_t> top_k(rows), tokens(rows), ids(rows * kCandidates, -7);
+  std::vector<uint32_t> far(rows), keys(2 * rows), bits(rows * kCandidates);
+  std::vector<float> scaled(rows * kCandidates), chosen(rows), top(rows * most);
+  std::vector<int32_t> ranks(rows, -7), top_ids(rows * most);
+  const auto wanted = std::make_unique<bool[]>(rows);
+  for (float& v : logits) v = pick(0, 9) ? 3 * normal() : 1.5f;  // some are equal
+  for (int64_t r = 0; r < rows; r++) {
+    wanted[r] = pick(0, 4), temperature[r] = pick(0, 2) ? 0.1f * pick(1, 20) : 0;
+    top_p[r] = pick(0, 1) ? 1 : 0.1f * pick(0, 9), top_k[r] = pick(0, 1) ? 0 : (int32_t)pick(1, n + 2);
+    far[r] = pick(0, 1) ? 0x7f800000 : 0x40000000, tokens[r] = (int32_t)pick(-1, n);
+    keys[2 * r] = (uint32_t)pick(0, 1 << 30), keys[2 * r + 1] = (uint32_t)pick(0, 1 << 30);
+    if (!pick(0, 7)) logits[r * n + pick(0, n - 1)] = pick(0, 1) ? NAN : INFINITY;
+  }
+  draw(pool, k, {rows, n, logits.data(), wanted.get(), temperature.data(), top_p.data(), top_k.data(),
+                 far.data(), keys.data(), ids.data(), scaled.data(), bits.data()});
+  rank(pool, k, {rows, n, most, logits.data(), tokens.data(), chosen.data(), top.data(), ranks.data(),
+                 top_ids.data()});
+  for (int64_t r = 0; r < rows; r++) {
+    const float* x = &logits[r * n];
+    const bool finite = std::all_of(x, x + n, [](float v) { return std::isfinite(v); });
+    const auto before = [&](int64_t i) {  // tokens likelier than i
+      return std::count_if(x, x + n, [&](float v) { return v > x[i]; });
+    };
+    if (!wanted[r]) expect(ids[r * kCandidates] == -7, "sample: a row that nobody wants");
+    for (int64_t c = 0; wanted[r] && finite && c < kCandidates; c++) {
+      const int64_t i = r * kCandidates + c;
+      if (std::isinf(scaled[i])) continue;
+      expect(ids[i] >= 0 && ids[i] < n, "sample: a token that is not there");
+      const int64_t kept = temperature[r] == 0 ? 1 : top_k[r] ? top_k[r] : n;
+      expect(before(ids[i]) < kept, "sample: a token below top_k");
+    }
+    if (tokens[r] < 0 || tokens[r] >= n) {
+      expect(ranks[r] == -7, "logprobs: a row of none");
+    } else if (finite) {
+      const int64_t same = std::count(x, x + tokens[r], x[tokens[r]]);
+      expect(ranks[r] == 1 + before(tokens[r]) + same, "logprobs: rank");
+      for (int64_t c = 0; c < most; c++) {
+        expect(before(top_ids[r * most + c]) <= c, "logprobs: the likeliest");
+      }
+    }
+  }
+}
+
+// ---- states
+
+// One call over a sequence's tokens and two calls leave the same bits, in its pages and in their copy.
+// elements: of a layer's state. run(states, out) is the op; out has row_bytes a token.
+template <class Op>
+void check_split(const char* name, int64_t tokens, int64_t elements, int64_t row_bytes, const Op& run) {
+  StateRuns s = {};
+  s.runs = 1, s.run_tokens = tokens, s.row_elements = 2 * pick(1, 40), s.page_rows = pick(1, 50);
+  s.first_row = pick(0, 3), s.layer = pick(0, 1);
+  s.layer_rows = s.first_row + up_to(elements, s.row_elements) + pick(0, 2);
+  s.state_pages = up_to(2 * s.layer_rows, s.page_rows), s.kv_rows = 2 * s.state_pages * s.page_rows;
+  std::vector<int32_t> pages(s.state_pages), copy(s.state_pages);
+  for (int64_t i = 0; i < s.state_pages; i++) {
+    pages[i] = (int32_t)((2 * i + 1) * s.page_rows), copy[i] = (int32_t)(2 * i * s.page_rows);
+  }
+  const std::vector<int32_t> none(s.state_pages, -1);
+  s.pages = s.read = pages.data();
+  const auto result = [&](std::vector<int32_t> ends) {
+    std::vector<uint16_t> arena(s.kv_rows * s.row_elements, 0x1234);
+    std::vector<char> out(tokens * row_bytes);
+    int32_t start = 0, skip = 0;
+    for (int32_t end : ends) {
+      s.arena = arena.data(), s.start = &start, s.skip = &skip, s.length = &end;
+      s.copy = end == tokens ? copy.data() : none.data();
+      run(s, out.data());
+      skip = end;
+    }
+    return std::make_pair(arena, out);
+  };
+  const int32_t all = (int32_t)tokens;
+  const auto whole = result({all});
+  expect(whole == result({(int32_t)pick(0, tokens), all}), std::string(name) + ": a split changes bits");
+  for (int64_t i = 0; i < s.state_pages; i++) {
+    const auto page = whole.first.begin() + pages[i] * s.row_elements;
+    const auto twin = whole.first.begin() + copy[i] * s.row_elements;
+    expect(std::equal(page, page + s.page_rows * s.row_elements, twin), std::string(name) + ": a copy");
+  }
+  pages[0] = (int32_t)s.kv_rows;
+  expect(refused([&] { result({all}); }), std::string(name) + ": a page behind the arena");
+}
+
+void check_states(const Kernels& k) {
+  Threads pool;
+  const Type type = any_type();
+  const int64_t tokens = pick(1, 70), size = size_of(type);
+  {
+    Delta d = {};
+    d.type = type, d.key_heads = pick(1, 3), d.value_heads = d.key_heads * pick(1, 3);
+    d.key_dim = pick(1, 40), d.value_dim = 2 * pick(1, 30), d.taps = pick(2, 4), d.each = pick(0, 1);
+    const int64_t keys = 2 * d.key_heads * d.key_dim, values = d.value_heads * d.value_dim;
+    const int64_t decays = d.value_heads * (d.each ? d.key_dim : 1);
+    const auto qkv = draw(k, type, tokens * (keys + values));
+    const auto beta = draw(k, type, tokens * d.value_heads), decay = draw(k, type, tokens * decays);
+    std::vector<float> conv((keys + values) * d.taps, 0.4f), rates(d.value_heads), bias(decays, 0.1f);
+    d.qkv = qkv.data(), d.beta = beta.data(), d.decay = decay.data();
+    d.conv = conv.data(), d.a_log = rates.data(), d.dt_bias = bias.data();
+    const int64_t inputs = up_to((d.taps - 1) * (keys + values) * size, 2);
+    check_split("gated_delta", tokens, 2 * d.value_heads * d.key_dim * d.value_dim + inputs,
+                values * size, [&](const StateRuns& states, void* out) {
+                  d.states = states, d.out = out;
+                  gated_delta(pool, k, d);
+                });
+  }
+  {
+    ShortConv c = {};
+    c.type = type, c.width = pick(1, 600), c.taps = pick(2, 5), c.silu = pick(0, 1);
+    const auto x = draw(k, type, tokens * c.width);
+    std::vector<float> weights(c.width * c.taps, 0.3f), bias(c.width, 0.2f);
+    c.x = x.data(), c.weights = weights.data(), c.bias = bias.data();
+    check_split("short_conv", tokens, up_to((c.taps - 1) * c.width * size, 2), c.width * size,
+                [&](const StateRuns& states, void* out) {
+                  c.states = states, c.out = out;
+                  short_conv(pool, k, c);
+                });
+  }
+  Scan s = {};
+  s.type = type, s.groups = pick(1, 2), s.heads = s.groups * pick(1, 3), s.values = pick(1, 40);
+  s.keys = pick(1, 40), s.each = pick(0, 1), s.least = 0, s.most = 3;
+  const auto xbc = draw(k, type, tokens * (s.heads * s.values + 2 * s.groups * s.keys));
+  const auto dt = draw(k, type, tokens * s.rates());
+  std::vector<float> rates(s.rates() * (s.each ? s.keys : 1), 0.2f), rest(s.rates(), 0.1f);
+  s.xbc = xbc.data(), s.dt = dt.data(), s.a_log = rates.data(), s.dt_bias = s.skip = rest.data();
+  check_split("selective_scan", tokens, 2 * s.heads * s.values * s.keys, s.heads * s.values * size,
+              [&](const StateRuns& states, void* out) {
+                s.states = states, s.out = out;
+                selective_scan(pool, k, s);
+              });
 }
 
 // Records into cells, and cells to other rows.
@@ -811,6 +988,9 @@ int main(int argc, char** argv) {
       check_decode(*kernels);
       check_experts(*kernels);
       check_encoded(*kernels);
+      check_coded(*kernels);
+      check_sample(*kernels);
+      check_states(*kernels);
       check_attention(*kernels);
       check_head_linear(*kernels);
       check_rows(*kernels);
