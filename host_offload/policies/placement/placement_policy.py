@@ -23,7 +23,12 @@ from host_offload.policies.placement.presched import (
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.llapor import Learned, Networks, choose_routing, scores
-from host_offload.policies.prefetch.next_layers import finite, gate_scores, last_rows
+from host_offload.policies.prefetch.next_layers import (
+    finite,
+    gate_scores,
+    last_rows,
+    still_ahead,
+)
 
 DISTANCE = 2
 """How many layers ahead are predicted; the second one is for Q4."""
@@ -135,9 +140,10 @@ class PlacementPolicy:
         if state.ahead:
             rows, none = dict(state.ahead), np.zeros(len(counts), int)
             for distance in range(1, DISTANCE + 1):
-                other = (layer + distance) % state.layers
-                if other > layer or (other < layer and other in rows):
-                    ahead.append(queue_of(other, rows.get(other, none), there[other]))
+                later = layer + distance
+                if later < state.layers or later in rows:
+                    other = later % state.layers
+                    ahead.append(queue_of(other, rows.get(later, none), there[other]))
         alpha = 0.0
         if self.looks_ahead:
             alpha = seen.link_bytes_left / state.record_bytes * state.costs.load
@@ -176,7 +182,7 @@ class PlacementPolicy:
     def _foresee(self, state: Placed, seen: Observation) -> Placed:
         """The state with this layer's predictions."""
         inputs, layer = seen.gate_input[:, 0], seen.layer
-        found = {of: rows for of, rows in state.ahead if layer < of} if layer else {}
+        found = dict(still_ahead(state.ahead, layer, state.layers))
         if self.learned is not None and state.networks is not None:
             self.learned.watch(state.networks, seen)
             found |= self._predict(state.networks, state.layers, seen)
@@ -186,7 +192,8 @@ class PlacementPolicy:
         return state._replace(ahead=tuple(found.items()))
 
     def _predict(self, networks: Networks, layers: int, seen: Observation) -> dict[int, np.ndarray]:
-        """Later layer → int[E], rows that the networks predict for each of its experts."""
+        """Later layer, counted on over the token's end → int[E], rows that the networks predict for
+        each of its experts."""
         assert self.fitted is not None
         stride, found = self.fitted.setting("stride"), {}
         given = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
@@ -197,9 +204,7 @@ class PlacementPolicy:
                 last = last_rows(seen.request, seen.position)
                 given = given[0][last], given[1][last], given[2][last]
             ids, weights = choose_routing(scores(own, *given), given[2])
-            found[(layer + stride) % layers] = np.bincount(
-                ids.ravel(), minlength=own["balance"].size
-            )
+            found[layer + stride] = np.bincount(ids.ravel(), minlength=own["balance"].size)
             given = given[0], ids, weights
         return found
 

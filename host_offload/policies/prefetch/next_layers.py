@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.policies.prefetch.fitted import Fitted
+
+_T = TypeVar("_T")
 
 ON_THIS_THREAD = 1 << 18
 """Most multiplications of a product of matrices that OpenBLAS does not give to several threads."""
@@ -93,6 +95,15 @@ def rank_chosen(scores: np.ndarray, k: int) -> list[int]:
     return order[: np.count_nonzero(rows)].tolist()
 
 
+def still_ahead(
+    ahead: Iterable[tuple[int, _T]], layer: int, layers: int
+) -> tuple[tuple[int, _T], ...]:
+    """What was predicted of layers after this one. Layer 0 begins a token, from which layers are
+    counted anew."""
+    begun = 0 if layer else layers
+    return tuple((later - begun, what) for later, what in ahead if later - begun > layer)
+
+
 def last_rows(request: np.ndarray, position: np.ndarray) -> np.ndarray:
     """int64[n]: the last row of each request of a step, from which the next step goes on."""
     order = np.lexsort((position, request))
@@ -106,7 +117,8 @@ class Predicted(NamedTuple):
     top_k: int
     layers: int
     ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(layer, experts) of later layers, the next one first."""
+    """(layer, experts) of later layers, the next one first; those of the next token are counted on
+    from the last layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +149,18 @@ class LayerPredictor(abc.ABC):
     ) -> tuple[Predicted, Decision]:
         """The decision by the layer's arrays; without any nothing is predicted from it."""
         layer, cause = seen.layer, self.fitted.policy
-        ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
+        ahead = still_ahead(state.ahead, layer, state.layers)
         if own:
             found, later = self.scores(own, seen), layer + self.fitted.setting("stride")
             if later >= state.layers:
                 found = found[last_rows(seen.request, seen.position)]
             experts = rank_chosen(found, state.top_k)
-            ahead = (*ahead, (later % state.layers, tuple(experts)))
-        stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
+            ahead = (*ahead, (later, tuple(experts)))
+        stages = (
+            stage
+            for later, experts in ahead
+            for stage in stages_of(later % state.layers, experts, cause)
+        )
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
     @abc.abstractmethod

@@ -119,6 +119,22 @@ def test_the_policy_wants_whom_rows_are_predicted_to_choose(trace, learned):
         assert rows[entries[0][1]] == rows.max()  # who has most rows comes first
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_stride_of_two_reaches_into_the_next_token(trace, placed):
+    """Each layer sees what the two layers before it predicted, also over the end of a token."""
+    policy = fit(trace, width=8, epochs=1, batch=16, edge=1, stride=2)
+    if placed:
+        (policy,) = with_placement(f"prescope,{COSTS}", [policy])
+    state: Any = policy.init(spec_of(trace.header))
+    for layer, seen in enumerate(itertools.islice(observations(trace), LAYERS + 1)):
+        state, decision = policy.decide(state, at_experts(seen) if placed else seen)
+        expected = [layer % LAYERS + n for n in (1, 2) if layer or n == 2]
+        assert [later for later, _ in state.ahead] == expected
+        layers = [s.layer for s in decision.stages]
+        assert {*layers} <= {later % LAYERS for later in expected}
+        assert placed or [*dict.fromkeys(layers)] == [later % LAYERS for later in expected]
+
+
 def at_experts(seen: Observation, there=None) -> Observation:
     """The observation of a placement. there: bool[L, E], residents."""
     counts = np.zeros((LAYERS, EXPERTS), np.int32)
@@ -153,7 +169,7 @@ def test_a_placement_predicts_the_next_two_layers_by_the_networks(trace, learned
             there = np.zeros((LAYERS, EXPERTS), bool)
             there[(layer + 1) % LAYERS] = not near
             state, decision = policy.decide(state, at_experts(seen, there))
-            assert {later for later, _ in state.ahead} == {(layer + n) % LAYERS for n in (1, 2)}
+            assert {later for later, _ in state.ahead} == {layer + n for n in (1, 2)}
             (_, work), (_, further) = state.ahead
             assert np.abs(work - rows[layer + 1]).sum() <= 2
             given = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
