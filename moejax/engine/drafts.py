@@ -149,24 +149,29 @@ class Drafts(abc.ABC):
         self.histories = Histories()
 
     @abc.abstractmethod
-    def propose(self, asked: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+    def propose(self, asked: Mapping[Request, int], rows: int) -> Mapping[Request, Sequence[int]]:
         """Guesses tokens that come next.
 
         - `asked`: how many tokens of each request at most. All its tokens were read.
+        - `rows`: that verify them. Requests share these evenly.
         """
 
     def wanted(self, requests: int) -> bool:
         """Whether the next decode step of so many requests has drafts."""
         return requests > 0 and (not self.adaptive or self._choice(requests).drafts)
 
-    def guess(self, work: ScheduledWork) -> dict[Request, Guess]:
-        """Returns guesses for the requests of a decode step, those without one left out. All tokens
-        of the requests must have been read. A guess ends before a token that may not come."""
+    def guess(self, work: ScheduledWork, rows: int) -> dict[Request, Guess]:
+        """Returns guesses for the requests of a decode step with so many free rows, those without
+        one left out. All tokens of the requests must have been read. A guess ends before a token
+        that may not come."""
         found: dict[Request, Guess] = {}
         # The step's own token is one of those to come.
         left = {request: request.to_generate - request.dispatched for _, request in work.rows}
-        asked = {request: min(self.most, most) for request, most in left.items() if most > 0}
-        for request, tokens in self.propose(asked).items():
+        most = min(self.most, rows)
+        asked = {request: min(most, count) for request, count in left.items() if count > 0}
+        if not most or not asked:
+            return found
+        for request, tokens in self.propose(asked, rows).items():
             rules = request.rules
             words = [None] * len(tokens) if rules is None else rules.ahead(tokens, request.output)
             if words:
@@ -225,7 +230,7 @@ class NgramDrafts(Drafts):
         super().__init__(most, adaptive=adaptive)
         self.longest, self.shortest = longest, shortest
 
-    def propose(self, asked: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+    def propose(self, asked: Mapping[Request, int], rows: int) -> Mapping[Request, Sequence[int]]:
         lengths = self.longest, self.shortest
         return {
             request: look_up(self.histories.tokens(request), *lengths, most).tolist()

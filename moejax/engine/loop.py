@@ -427,7 +427,8 @@ class Engine:
             # Of the requests some may have ended by the tokens that were read since.
             if drafting and self._drafts_now(len(work.rows)):
                 assert self.drafts is not None
-                work = self.scheduler.add_drafts(work, self.drafts.guess(work))
+                guesses = self.drafts.guess(work, len(self.scheduler.free_rows))
+                work = self.scheduler.add_drafts(work, guesses)
             return self._dispatch_step(work)
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)

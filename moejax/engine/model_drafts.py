@@ -35,14 +35,15 @@ class ModelDrafts(Drafts):
         """Most tokens of a sequence."""
         self._sessions: dict[Request, str] = {}
 
-    def propose(self, asked: Mapping[Request, int]) -> dict[Request, list[int]]:
+    def propose(self, asked: Mapping[Request, int], rows: int) -> dict[Request, list[int]]:
         for request in [r for r in self._sessions if r.finish_reason is not None]:
             self.engine.end_session(self._sessions.pop(request))
         drafts: dict[Request, Request] = {}
+        share = -(-rows // max(len(asked), 1))  # what is drafted beyond it would cost steps
         try:
             for request, most in asked.items():
                 tokens = self.histories.tokens(request)
-                if (count := min(most, self._room - len(tokens))) < 1:
+                if (count := min(most, share, self._room - len(tokens))) < 1:
                     continue
                 params = SamplingParams(
                     **{name: getattr(request.params, name) for name in DRAWN_BY},

@@ -98,4 +98,5 @@ def folded(seed, position):
 
 
 def _gumbel(seed, position, size):
-    return jax.random.gumbel(folded(seed, position), (size,), jnp.float32, mode="low")
+    with jax.threefry_partitionable(True):  # jax's default, of which the draw does not depend
+        return jax.random.gumbel(folded(seed, position), (size,), jnp.float32, mode="low")

@@ -83,7 +83,7 @@ class Known(Drafts):
         super().__init__(5, adaptive=False)
         self.answers, self.rng, self.mistakes = answers, np.random.default_rng(0), mistakes
 
-    def propose(self, asked):
+    def propose(self, asked, rows):
         return {request: self._guess(request, most) for request, most in asked.items()}
 
     def _guess(self, request: Request, most: int) -> list[int]:

@@ -433,7 +433,7 @@ def test_drafts_of_a_model_change_no_bit(modeled, demo):
     said, drafts = modeled.stats()["speculation"], modeled.engine.drafts
     assert said["method"] == "draft_model" and said["model"] == "demo"
     assert said["accepted_tokens"] > 30 and said["acceptance_rate"] > 0.5, said
-    drafts.propose({})
+    drafts.propose({}, 0)
     assert drafts.engine.idle and not drafts.engine.scheduler.sessions.all
     assert drafts.engine.statistics.requests > 20
 
@@ -452,6 +452,23 @@ def test_a_draft_computes_only_what_came_since(modeled):
         modeled.engine.drafts.counts[name] - counts[name] for name in ("drafted", "accepted")
     )
     assert accepted > 0.5 * drafted > 10
+
+
+@pytest.mark.slow
+def test_a_draft_model_writes_what_free_rows_verify(modeled, monkeypatch):
+    drafts, seen = modeled.engine.drafts, []
+    propose = drafts.propose
+
+    def watch(asked, rows):
+        found = propose(asked, rows)
+        seen.append((sum(map(len, found.values())), rows, len(asked)))
+        return found
+
+    monkeypatch.setattr(drafts, "propose", watch)
+    ends = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in range(4, 28, 3)]
+    modeled.generate([[*range(5, 25)]] * len(ends), ends, use_tqdm=False)
+    assert any(1 < rows < count for _, rows, count in seen), seen
+    assert all(tokens < rows + count for tokens, rows, count in seen)
 
 
 @pytest.mark.slow

@@ -140,6 +140,14 @@ def test_temperature_zero_is_greedy_and_leaves_other_rows_alone(temperature):
     np.testing.assert_array_equal(mixed[1::2], random[1::2])
 
 
+def test_the_users_setting_of_threefry_changes_no_token():
+    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    operands = logits, *_parameters(4), *_seeds(4)
+    expected = sample(*operands).tolist()
+    with jax.threefry_partitionable(False):
+        assert sample(*operands).tolist() == expected
+
+
 def test_the_lowest_temperatures_do_not_overflow():
     logits = np.array([[300.0, 299.0, -300.0]] * 4, np.float32)
     parameters = _parameters(4, temperature=1e-5, top_p=0.9, top_k=2)
