@@ -27,7 +27,7 @@ from host_offload.control.step_record import (
 )
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, Residency
+from host_offload.memory.tables import Copy, Entry, Residency
 from host_offload.policies.prefetch.expert_map.in_step import entries_of, wanted_of
 from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
@@ -138,6 +138,12 @@ class PagerDevice(Pager):
         self.link_use: Callable[[], LinkUse] = LinkUse
         """See Device.link_use."""
         self.step = self.begin_step(-1, None, 1)
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        raise NotImplementedError("when a version arrives is measured: simulate refuses such runs")
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        raise NotImplementedError("when a version arrives is measured: simulate refuses such runs")
 
     # ---- a step
 
