@@ -103,7 +103,6 @@ class Sample(NamedTuple):
 
     seconds: float
     compute_s: float
-    rows: int
     missed: int
     fills: np.ndarray
     """int64[A]: experts that each arm's shadow missed."""
@@ -302,7 +301,7 @@ class Auto:
         if not self.bare:
             state = self._watch_kv(state, seen)
         decoded = bool(seen.phase.all()) and len(seen.phase) > 0
-        short = SPLIT in self.arms[state.arm] and _is_short(state.division, seen)
+        short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
         if state.rest:
             state = self._wait(state, int(seen.missed.sum())) if decoded else state
             return self._fit_kv(state, seen, short) if short else (state, Decision())
@@ -316,12 +315,15 @@ class Auto:
             compute = self._compute_s(len(seen.ids) if self.bare else seen.bucket)
             record = record_of(seen) if self.ahead else None
             missed = int(seen.missed.sum())
-            sample = Sample(took, compute, len(seen.ids), missed, fills, record)
+            sample = Sample(took, compute, missed, fills, record)
             state = state._replace(window=(*state.window, sample))
         if short:
-            return self._fit_kv(state, seen, short)
+            state, decision = self._fit_kv(state, seen, short)
+            if decision.cells is not None:
+                return state, decision
         # Where requests wait for KV, there is little to measure and much to gain.
-        starved = "cells" in self.writes and seen.waiting > 0 and not state.switches
+        starved = "cells" in self.writes and _wanted(state.spec, seen) > seen.running
+        starved = starved and not state.switches
         enough = len(state.window) >= (self.window // 4 if starved else self.window)
         return self._close(state, seen) if enough else (state, Decision())
 
@@ -405,7 +407,7 @@ class Auto:
         """Prices the arms by a whole window, and chooses."""
         decision = Decision()
         if "cells" in self.writes:
-            needed = math.ceil(_wanted(seen) * _pages_each(seen))
+            needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
             state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
             state, decision = self._fit_kv(state, seen, short=False)
             state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
@@ -439,7 +441,7 @@ class Auto:
         if "cells" not in self.writes:
             return Widths(ones, ones)
         rows = np.array([self._fitting(state, seen, arm) for arm in self.arms])
-        rows = np.minimum(rows, _wanted(seen))
+        rows = np.minimum(rows, _wanted(state.spec, seen))
         # Experts that so many rows use, if they choose independently.
         unused = 1 - state.spec.top_k / state.spec.experts
         used = 1 - unused**rows
@@ -529,9 +531,10 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
     return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
 
 
-def _wanted(seen: Observation) -> int:
-    """Returns how many sequences could run."""
-    return max(seen.running + seen.waiting, 1)
+def _wanted(spec: Spec, seen: Observation) -> int:
+    """Returns how many sequences could run if KV had room for all."""
+    wanted = max(seen.running + seen.waiting, 1)
+    return min(wanted, spec.max_num_seqs or wanted)
 
 
 def _pages_each(seen: Observation) -> float:
@@ -539,10 +542,10 @@ def _pages_each(seen: Observation) -> float:
     return max(seen.kv_used / max(seen.running, 1), 1.0)
 
 
-def _is_short(division: Division, seen: Observation) -> bool:
-    """Whether pages had to leave, or a prompt waits for them."""
-    prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * division.page_tokens))
-    needed = seen.kv_used + (prompt if seen.waiting else 0)
+def _is_short(state: Watched, seen: Observation) -> bool:
+    """Whether pages had to leave, or a prompt waits for them and for no row."""
+    prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * state.division.page_tokens))
+    needed = seen.kv_used + (prompt if _wanted(state.spec, seen) > seen.running else 0)
     return max(needed, seen.kv_used + seen.kv_swapped) > seen.kv_pages
 
 

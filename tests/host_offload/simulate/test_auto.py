@@ -196,8 +196,8 @@ def test_kv_gets_what_its_peak_needs():
     policy = an_auto(arms=("lru+split",), window=8)
     told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
                 version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
-    state, wanted = policy.init(told), []
-    for step in range(20):
+    state, wanted, longest = policy.init(told), [], 0
+    for step in range(40):
         many = step >= 12
         seen = Observation(
             moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
@@ -207,20 +207,23 @@ def test_kv_gets_what_its_peak_needs():
             waiting=int(many), waiting_tokens=64 * many,
         )  # fmt: skip
         state, decision = policy.decide(state, seen)
+        longest = max(longest, len(state.window))
         if decision.cells is not None:
             wanted.append((step, decision.cells.tolist(), decision.kv_pages))
     (first, experts, pages), (then, fewer, more), *_ = wanted
     assert first == 7 and experts == [EXPERTS] * LAYERS and pages >= 10
     assert then == 12 and fewer[0] < EXPERTS and more > 60
+    assert longest < policy.window  # a prompt that waits for long does not keep a window open
 
 
 def test_requests_that_wait_for_kv_get_it():
-    """A step of more sequences gives more tokens, which a price a step would not show."""
+    """A step of more sequences gives more tokens, which a price a step would not show. Those that
+    wait for a row need no KV."""
     policy = an_auto(arms=("lru", "lru+split"))
     told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=1900,
                 version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
-    for waiting, chosen in ((0, "lru"), (4, "lru+split")):
-        state = policy.init(told)
+    for waiting, rows, chosen in ((0, None, "lru"), (4, None, "lru+split"), (4, 2, "lru")):
+        state = policy.init(dataclasses.replace(told, max_num_seqs=rows))
         for step in range(40):
             seen = Observation(
                 moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
