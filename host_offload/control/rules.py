@@ -141,7 +141,7 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
                     f"policy {name} needs {field!r}, which its moments do not have; "
                     f"{add if has else other}"
                 )
-        for field in sorted(policy.writes):
+        for field in sorted(policy.writes - {"note"}):  # each policy's own
             if field in writers:
                 raise PolicyError(
                     f"policies {writers[field]} and {name} both write {field!r}; leave one out"

@@ -47,7 +47,7 @@ def replay(
         )
     settings = trace.header.spec
     if settings.get("auto") is not None:
-        policies = (*policies, auto_of(settings["auto"]))
+        policies = (auto_of(settings["auto"]), *policies)  # in the engine's order
     policies = with_prefetch(prefetch or settings.get("prefetch"), policies)
     policies = with_placement(settings.get("placement"), policies)
     said = settings.get("eviction")

@@ -275,7 +275,9 @@ class Engine:
             self._check_cells_move(cells_per_layer)
             check_one_version(self.runner)
             if self.control is not None and {"cells", "kv_pages"} & self.control.controller.writes:
-                raise ValueError("policies move the split between experts and KV; leave out resize")
+                raise ValueError(
+                    "policies move the split between experts and KV; leave out resize and policy"
+                )
             arena = self.scheduler.arena
             check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
             pages = kv_slots * arena.layout.pages_per_slot

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from host_offload.control.paging import PagedSpec
 from host_offload.simulate.auto import EVICTIONS, NAME, SPLIT, Auto
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
@@ -18,8 +19,10 @@ from moejax.costs.hardware import HARDWARE, hardware_of, stated_costs
 from moejax.costs.store import find_cost_model, identity
 from moejax.errors import UserError
 from moejax.start.decide.start_plan import StartPlan
+from moejax.start.option_values import Cells
 
 NOTHING = "policy auto: no expert is ever evicted here, so there is nothing to choose"
+TWO = "policy auto: layers have cells of two versions, for which it has no choices"
 PINNED = "policy auto: the eviction is given, so there is nothing to choose"
 
 
@@ -31,11 +34,13 @@ def with_auto(plan: StartPlan) -> StartPlan:
         return plan
     pinned = policy.eviction is not None or settings.eviction != "lru"
     if pinned or not plan.cells or min(plan.cells) >= plan.spec.experts:
-        notes = (*plan.budget.notes, PINNED if pinned else NOTHING)
+        nothing = TWO if isinstance(plan.mixed, PagedSpec) else NOTHING
+        notes = (*plan.budget.notes, PINNED if pinned else nothing)
         return dataclasses.replace(plan, budget=dataclasses.replace(plan.budget, notes=notes))
     memory, arms = settings.options.memory, EVICTIONS
     moved = any({"cells", "kv_pages"} & each.writes for each in settings.policies)
-    if memory.expert_budget is memory.kv_budget is None and not moved:
+    given = moved or policy.cells != Cells()
+    if memory.expert_budget is memory.kv_budget is None and not given:
         arms = (*arms, *(arm + SPLIT for arm in arms))
     if not plan.steps.config.routes_apart:
         arms = (*arms, *settings.prefetch_arms)

@@ -106,6 +106,11 @@ def test_policies_that_cannot_run_are_refused(policies, driver, match):
         check_policies(policies, driver)
 
 
+def test_each_policy_may_say_why():
+    notes = frozenset({"note"})
+    check_policies([scripted(writes=notes), Other(writes=notes)], "device")
+
+
 @pytest.mark.parametrize(
     "text", ["", "steps", "4", "0 steps", "-1 tokens", "1.5 steps", "inf seconds", "nan tokens"]
 )

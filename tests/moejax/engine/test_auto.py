@@ -10,7 +10,8 @@ import logging
 
 import pytest
 
-from host_offload.simulate.auto import Auto
+from host_offload.control.interface import Decision, Moment
+from host_offload.simulate.auto import EVICTIONS, Auto
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
@@ -34,10 +35,25 @@ def at_random(monkeypatch):
     monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
 
 
+@dataclasses.dataclass(frozen=True)
+class Says:
+    """A user's policy, asked at the same moment as Auto."""
+
+    moments: frozenset = frozenset({Moment.STEP_END})
+    needs: frozenset = frozenset()
+    writes: frozenset = frozenset({"note"})
+
+    def init(self, spec):
+        return None
+
+    def decide(self, state, seen):
+        return state, Decision(note=f"step {seen.step}")
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"expert_budget": "40%"},
+        {"expert_budget": "40%", "policies": [Says()]},
         {"memory": "5MiB"},
         {"expert_budget": "40%", "driver": "host"},
     ],
@@ -62,26 +78,33 @@ def test_no_bit_depends_on_the_choice(options, at_random, tmp_path, caplog):
         after = len(llm.engine.runner.compiler.compiled)
     assert said["why"] in caplog.text
     found = read_trace(trace)
-    notes = [d["decision"]["note"] for d in found.decisions() if "note" in d.get("decision", {})]
+    said_by_auto = (d["decision"] for d in found.decisions() if d.get("policy") == "auto")
+    notes = [decision["note"] for decision in said_by_auto if "note" in decision]
     assert notes[-1] == said["why"] and len(notes) == said["switches"]
     told = dataclasses.replace(spec_of(found.header), router=router)
-    replay(found, spec=told)
+    own = options.get("policies", ())
+    replay(found, policies=own, spec=told)
     assert after - compiled <= len(mixed_jobs())  # shapes of prompts alone
     header = json.loads((trace / "trace.json").read_text())
     header["spec"]["auto"]["forced"] = 8
     (trace / "trace.json").write_text(json.dumps(header))
     with pytest.raises(TraceError, match="give the policies of the run"):
-        replay(read_trace(trace), spec=told)
+        replay(read_trace(trace), policies=own, spec=told)
 
 
 def test_what_is_given_is_pinned():
     for options, note in (
         ({"eviction": "lfu", "expert_budget": "40%"}, start.PINNED),
         ({"expert_budget": "100%"}, start.NOTHING),
+        ({"precision": "dynaexq,paged=true", "memory": 4 << 20}, start.TWO),
     ):
         with open_llm(policy="auto", **options) as llm:
             assert note in llm.explain().notes
             assert llm.stats()["eviction"] == options.get("eviction", "lru")
+    with open_llm(policy="auto", memory="5MiB", cells=[9, 8, 6, 5]) as llm:
+        assert llm.stats()["control"]["said"]["auto"]["arm"] == "lru"
+        policy = next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
+        assert policy.arms == EVICTIONS
 
 
 def test_a_start_goes_on_with_what_was_learned(monkeypatch):
