@@ -29,19 +29,25 @@ def multiply_rows(rows: Any, weights: Any) -> Any:
     thread."""
     if isinstance(rows, np.ndarray) and len(rows) <= 4:
         return np.einsum("nd,de->ne", rows, weights)
-    here = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
-    if not here or len(rows) * weights.size > FOR_SEVERAL:
+    plain = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
+    if not plain or len(rows) * weights.size > FOR_SEVERAL:
         return rows @ weights
     found = np.empty((len(rows), weights.shape[1]), np.result_type(rows, weights))
     size = max(weights.shape[0], 1)
-    # At least two of both, since a vector's product has threads sooner.
     wide = min(max(ON_THIS_THREAD // (8 * size), 2), weights.shape[1])
     tall = max(ON_THIS_THREAD // (wide * size), 2)
-    for first in range(0, len(rows), tall):
-        for column in range(0, weights.shape[1], wide):
-            part = np.s_[first : first + tall, column : column + wide]
-            np.matmul(rows[part[0]], weights[:, part[1]], out=found[part])
+    for here in _divide(len(rows), tall):
+        for there in _divide(weights.shape[1], wide):
+            np.matmul(rows[here], weights[:, there], out=found[here, there])
     return found
+
+
+def _divide(count: int, most: int) -> list[slice]:
+    """Divides a range into parts of nearly the same length, at most `most`: a rest of one row would
+    be a vector's product, which has threads sooner."""
+    parts = -(-count // most)
+    edges = [part * count // parts for part in range(parts + 1)]
+    return list(map(slice, edges, edges[1:]))
 
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:

@@ -102,20 +102,22 @@ def test_the_chosen_of_one_row_are_those_of_the_row_twice(scores, k):
     assert rank_chosen(row, k) == rank_chosen(np.concatenate([row, row]), k)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 320, 130), (70, 512, 513), (64, 9, 1)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 320, 130), (65, 512, 513), (64, 9, 2)])
 def test_products_of_more_rows_stay_on_this_thread(monkeypatch, rows, inputs, outputs):
     """No part is larger than what OpenBLAS computes on the thread that asks, nor a vector's."""
-    rng, parts = np.random.default_rng(0), []
+    rng, parts, shortest = np.random.default_rng(0), [], []
     x, weights = rng.standard_normal((rows, inputs)), rng.standard_normal((inputs, outputs))
     plain = np.matmul
 
     def watched(a, b, **kwargs):
         parts.append(a.shape[0] * b.size)
+        shortest.append(min(a.shape[0], b.shape[1]))
         return plain(a, b, **kwargs)
 
     monkeypatch.setattr(np, "matmul", watched)
     np.testing.assert_allclose(multiply_rows(x, weights), x @ weights, atol=1e-9)
     assert max(parts) <= ON_THIS_THREAD and sum(parts) == x.size * outputs
+    assert min(shortest) > 1
 
 
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
