@@ -98,5 +98,5 @@ def folded(seed, position):
 
 
 def _gumbel(seed, position, size):
-    with jax.threefry_partitionable(True):  # jax's default, of which the draw does not depend
+    with jax.threefry_partitionable(True):  # whatever the user's setting is
         return jax.random.gumbel(folded(seed, position), (size,), jnp.float32, mode="low")

@@ -122,7 +122,7 @@ class Counter:
     def __init__(self, link_bytes: Sequence[int], controller: Controller | None = None):
         self._link_bytes, self._controller = link_bytes, controller
         self._steps: list[Step] = []
-        self._policies: list[float] = [0.0]
+        self._policies = [0.0 if controller is None else controller.policy_s]
         """Seconds of the policies up to the dispatch of each step."""
 
     def policy_s(self, kind: str) -> float:

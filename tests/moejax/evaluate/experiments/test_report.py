@@ -326,7 +326,7 @@ class DispatchedStep:
 
 def test_policies_time_is_that_of_decode_steps():
     """A prompt's step takes policies many times as long, and steps of decode are few."""
-    controller: Any = types.SimpleNamespace(policy_s=0.0)
+    controller: Any = types.SimpleNamespace(policy_s=9.0)  # of steps before
     counter: Any = workload.Counter([1], controller)
     for kind, seconds in (("prefill", 5.0), ("decode", 1.0), ("decode", 2.0)):
         controller.policy_s += seconds
