@@ -49,6 +49,10 @@ TIMES = 3
 """How many times as far as that a run in another dtype may be as the reference with its values
 rounded to this dtype: so a layer of more parts may be farther off, and one that enlarges errors."""
 
+MOST = 0.5
+"""How far any run may be. States that have nothing in common are 1.4 times their values apart, and
+rounded values may not be finite, as in float16."""
+
 FEW = 4
 """How many times as far as the limit any single token may be. A token's rounding errors are those
 of thousands of products, so tokens differ little: in the demo the farthest one is 1.9 times as far
@@ -170,7 +174,9 @@ def _limit(layer: int, values: np.ndarray, count: int) -> float:
     a run that rounds them, again with rounding."""
     limit = EXACT * math.sqrt(layer + 1)
     own, again = values[:count], values[count:]
-    return max(limit, TIMES * float(np.median(_distances(again, own)))) if len(again) else limit
+    if len(again):
+        limit = max(limit, TIMES * float(np.median(_distances(again, own))))
+    return min(limit, MOST)
 
 
 def _is_near(far: np.ndarray, limit: float) -> bool:

@@ -236,6 +236,15 @@ def test_a_hidden_state_that_is_not_finite_is_wrong():
     assert model._of_layers([(0, model._distances(wrong, right), 1.0)], "float32").good is False
 
 
+@pytest.mark.parametrize("rounded", [np.inf, -1.0])
+def test_rounding_that_ruins_the_reference_does_not_excuse_the_run(rounded):
+    right = np.ones((3, 4), np.float32)
+    again = np.full_like(right, rounded)
+    limit = model._limit(0, np.concatenate([right, again]), len(right))
+    far = model._distances(again, right)
+    assert model._of_layers([(0, far, limit)], "float16").good is False
+
+
 def test_a_choice_with_an_expert_twice_is_wrong(biased):
     opened = open_tensors(biased, "safetensors")
     with contextlib.ExitStack() as stack:
