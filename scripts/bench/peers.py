@@ -19,7 +19,7 @@ stages:
   hybrid  as bf16, of Qwen3.6-35B-A3B with a smaller vocabulary (two layers are 3.9 GB); every
           fourth layer, of fewer the last, has keys and values, the others have states
 
---arithmetic int8 adds moejax with it, in front of the exact one.
+--arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
 
 `floor` is the time of reading the bytes of a step at the memory's measured rate: weights, states,
 KV, and the experts that its tokens choose if all are equally likely.
@@ -175,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--stages", default="bf16", help=f"{', '.join(STAGES)} (default: %(default)s)")
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
-    add("--arithmetic", default="exact", help="of another moejax (default: there is none)")
+    choices, text = ("exact", "int8"), "of another moejax (default: there is none)"
+    add("--arithmetic", default="exact", choices=choices, help=text)
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
@@ -191,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def engines_of(stage: str, without: Sequence[str], arithmetic: str = "exact") -> list[str]:
     exact, *others = STAGES[stage]
-    ours = [exact] if arithmetic == "exact" else [f"{exact} --arithmetic {arithmetic}", exact]
+    ours = [exact]
+    if arithmetic != "exact" and exact != "moejax":  # which has the checkpoint's own bfloat16
+        ours = [f"{exact} --arithmetic {arithmetic}", exact]
     return ours + [name for name in others if name.split()[0] not in without]
 
 
