@@ -248,5 +248,6 @@ def resolve_ops(
         resolved[op] = name
     for op in ("linear", "expert_ffn", "fill_ffn"):
         if arithmetic != "exact" and (platform != "cpu" or resolved[op] in KERNELS):
-            raise ValueError(no_integers(op, resolved[op]))
+            on = "" if platform == "cpu" else f" on a {platform.upper()}"
+            raise ValueError(no_integers(op, f"{resolved[op]}{on}"))
     return Ops(**resolved, shared_kib=shared_kib, arithmetic=arithmetic)

@@ -319,7 +319,7 @@ class RuntimeOptions:
     )
     arithmetic: str = changes_bits(
         "products with weights in codes: exact, of the decoded weights; or int8, on a CPU, of "
-        "activations rounded to 8 bits in groups of 32, as llama.cpp does, faster and with other "
+        "activations rounded to 8 bits as llama.cpp does, in groups of 32, faster and with other "
         "bits (docs/how-to/precision.md; default: exact)",
         default="exact",
         convert=_word("arithmetic", "exact", "int8"),

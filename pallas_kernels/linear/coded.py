@@ -28,10 +28,11 @@ CodedLayers = tuple[tuple[CodedRows, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class CodedWeights:
-    """Weights [layers, out, in] as `linear` takes them, in codes. Products have the bits of those
-    with the decoded weights.
+    """Weights [layers, out, in] as `linear` takes them, in codes.
 
-    Only the native CPU op computes from the codes. Every other implementation decodes them first.
+    Exact products have the bits of those with the decoded weights. Only the native CPU op computes
+    them from the codes; every other implementation decodes first. The arithmetic int8 multiplies
+    the codes.
     """
 
     elements: jax.Array

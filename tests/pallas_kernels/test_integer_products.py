@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.library import instruction_set
 from pallas_kernels.expert_ffn.specs import Spec
 from pallas_kernels.implementations import no_integers
@@ -188,3 +189,5 @@ def test_ops_without_integers_refuse():
     spec = Spec(2, "bfloat16", versions=("int8",))
     with pytest.raises(ValueError, match=no_integers("expert_ffn", "pallas")[:30]):
         experts.run(spec, "pallas", experts.case(spec, 0), arithmetic="int8")
+    with pytest.raises(ValueError, match=r"'linear': xla on a GPU has no integer products; use"):
+        resolve_ops("xla", platform="gpu", arithmetic="int8")

@@ -10,9 +10,13 @@ import pytest
 
 from host_offload.policies.budget.layer_cells import LayerCells
 from moejax import LLM, UserError
+from moejax.start.decide.start_plan import check_arithmetic
 from moejax.start.options import Config
 from moejax.start.precision import precision_stats
 from moejax.start.settings import parse_precision
+from pallas_kernels import resolve_ops
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.versions import VersionFormats
 
 SMALL = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, progress=False)
 
@@ -27,6 +31,15 @@ def test_a_map_of_another_model_is_refused(tmp_path):
         UserError, match="the map is of 4 layers × 8 experts, this model has 4 × 16"
     ):
         started(precision=f"map={tmp_path / 'map.npy'}")
+
+
+def test_integer_products_of_experts_without_integers_are_refused():
+    ops = resolve_ops("xla", arithmetic="int8")
+    fp8, int4 = (RecordFormat(name, 128, 32, "bfloat16") for name in ("fp8-128x128-f32", "int4"))
+    for formats, found in ((None, "dense"), ((VersionFormats(fp8, fp8),), fp8.version)):
+        with pytest.raises(UserError, match=f"these, {found}, have none; add precision int8"):
+            check_arithmetic(ops, formats)
+    check_arithmetic(ops, (VersionFormats(fp8, fp8), VersionFormats(int4, int4)))
 
 
 def test_stats_without_control_say_what_was_asked_for():
