@@ -50,9 +50,12 @@ def check(block: Block) -> None:
             assert language == "text", f"a block of {language or 'no language'}: {block.code}"
 
 
-def run_blocks(text: str, folder: Path) -> int:
+def run_blocks(text: str, folder: Path, cache: Path) -> int:
     """Runs a page's blocks in a new folder, each in a process; returns how many. Raises
-    AssertionError for one that fails."""
+    AssertionError for one that fails.
+
+    - `cache`: the reader's, with what earlier pages measured and compiled.
+    """
     programs, work = folder / "bin", folder / "work"
     programs.mkdir()
     work.mkdir()
@@ -61,7 +64,7 @@ def run_blocks(text: str, folder: Path) -> int:
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
         program.chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)])
-    places = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    places = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cache)}
     # Programs run for seconds; LLVM's optimizations take a seventh of the processor time.
     places["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -92,17 +95,23 @@ def test_blocks_parse_and_say_why_they_are_not_run(page):
         assert block.reason is None or (block.language in RUNS and len(block.reason) > 10)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """One reader's cache for all pages: most of their time went into measuring the demo's costs."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_blocks_run(page, tmp_path):
+def test_blocks_run(page, tmp_path, cache):
     wanted = [b for b in blocks(page.read_text()) if b.language in RUNS and b.reason is None]
-    assert run_blocks(page.read_text(), tmp_path) == len(wanted)
+    assert run_blocks(page.read_text(), tmp_path, cache) == len(wanted)
 
 
 @pytest.mark.parametrize("code", ["```bash\nfalse\n```", "```python\nassert 1 == 2\n```"])
 def test_a_block_that_fails_is_found(code, tmp_path):
     with pytest.raises(AssertionError):
-        run_blocks(f"# A page\n\n{code}\n", tmp_path)
+        run_blocks(f"# A page\n\n{code}\n", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("code", ["```bash\nfor\n```", "```python\na b\n```", "```\na\n```"])

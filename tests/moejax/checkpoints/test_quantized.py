@@ -182,7 +182,15 @@ MIXED = ["int4-16-bf16+int4-16-bf16+int8-32-bf16", "int8-channel-bf16+int8-chann
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, OPTIONS["paged"], OPTIONS["host"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS["paged"],
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param(OPTIONS["host"], marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_formats_may_differ_by_layer_and_matrix(options, mixed):
     stats, found = run(mixed, ops="xla", **options)
     assert stats["precision"]["versions"] == MIXED
