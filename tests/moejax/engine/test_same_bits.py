@@ -37,7 +37,7 @@ NATIVE_OPS = {
 INTEGERS = {"ops": "cpu", "precision": "int4", "arithmetic": "int8"}
 
 
-def make_llm(dtype: str, *, ops: str, **options) -> LLM:
+def make_llm(dtype: str, *, ops: str = "auto", **options) -> LLM:
     chosen = INTEGERS if ops == "integers" else {"ops": ops}
     return open_llm(dtype=dtype, **{"eviction": "lru", **chosen, **options})
 

@@ -73,7 +73,7 @@ def test_the_command_line_has_every_option_and_shows_those_that_people_use(capsy
     found = engine_options(parser().parse_args(asked.split()))
     given = {"max_num_seqs": 4, "enable_prefix_caching": False, "step": 7, "memory": "4MiB"}
     assert found == given
-    assert sum(option.common for option in OPTIONS.values()) == 15 and len(OPTIONS) <= 36
+    assert sum(option.common for option in OPTIONS.values()) == 15 and len(OPTIONS) <= 37
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
             main(["generate", flag])
