@@ -20,10 +20,11 @@ FUNCTION = {"name": "person", "description": "A person."}
 @pytest.fixture
 def clients(server):  # noqa: F811
     url = f"http://127.0.0.1:{server.port}"
-    return (
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret"),
-        anthropic.Anthropic(base_url=url, api_key="secret"),
-    )
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as one,
+        anthropic.Anthropic(base_url=url, api_key="secret") as other,
+    ):
+        yield one, other
 
 
 @pytest.fixture

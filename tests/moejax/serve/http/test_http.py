@@ -175,15 +175,15 @@ PERSON = {"type": "function", "function": {"name": "person", "parameters": SCHEM
 @pytest.mark.parametrize("choice", ["required", PERSON])
 def test_a_tool_that_must_be_called(server, choice):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 90, "tools": [PERSON]}
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret")
-    (found,) = client.chat.completions.create(model="tiny", tool_choice=choice, **body).choices
+    body |= {"model": "tiny", "tool_choice": choice}
+    address = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=address, api_key="secret") as client:
+        (found,) = client.chat.completions.create(**body).choices
+        chunks = [*client.chat.completions.create(stream=True, **body)]
     assert found.finish_reason == "tool_calls" and found.message.content is None
     (call,) = found.message.tool_calls
     assert call.function.name == "person"
     assert set(json.loads(call.function.arguments)) == {"name", "age"}
-    chunks = [
-        *client.chat.completions.create(model="tiny", tool_choice=choice, stream=True, **body)
-    ]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     (streamed,) = (call for delta in deltas for call in delta.tool_calls or ())
     assert streamed.function.arguments == call.function.arguments
