@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 # Before the first import of jax, here and in the processes that tests start.
@@ -100,14 +101,44 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        metavar="SHARE:SEED",
+        help="of a test's slow cases run this share, which ones by the seed, and one at least",
+    )
+
+
+def left_out(items: list[pytest.Item], share: float, seed: str) -> set[str]:
+    """The slow cases that a sample leaves out, by node id. A case is drawn by its parameters, so
+    that those of a fixture are used by all tests of a file or by none."""
+    cases: dict[str, list[tuple[float, str]]] = {}
+    for item in items:
+        if (drawn := getattr(item, "callspec", None)) and item.get_closest_marker("slow"):
+            chance = zlib.crc32(f"{seed} {drawn.id}".encode()) / 2**32
+            cases.setdefault(item.nodeid.partition("[")[0], []).append((chance, item.nodeid))
+    gone: set[str] = set()
+    for drawn in cases.values():
+        least = min(chance for chance, _ in drawn)
+        gone |= {case for chance, case in drawn if chance > max(share, least)}
+    return gone
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker("shared")
         longer = item.get_closest_marker("aot") and item.path.parent.name != "aot"
         if item.get_closest_marker("nightly") or longer:
             item.add_marker("slow")  # so that the quick suite is quick
+    if sample := config.getoption("--sample"):
+        share, _, seed = sample.partition(":")
+        # Nightly ones are not drawn from: they would be the one case that stands for a test.
+        drawn_from = [item for item in items if not item.get_closest_marker("nightly")]
+        gone = left_out(drawn_from, float(share), seed)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in gone])
+        items[:] = [item for item in items if item.nodeid not in gone]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -151,7 +151,7 @@ def test_a_conversion_dequantizes(published, tmp_path):
     assert run(path)[1] == run(published[0])[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_verify_computes_the_biases_clamps_sinks_and_windows_of_the_files(published, capsys):
     small = ["--max-model-len", "128", "--max-num-seqs", "1", "--dtype", "float32"]
     assert main(["verify", str(published[0]), "--json", "-q", *small]) == 0

@@ -463,7 +463,7 @@ def dequantized(path, chosen):
     return edit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_path):
     source, version = sources["fp8"], SOURCES["fp8"]
     wanted = at_rest(source, "xla")

@@ -275,8 +275,8 @@ def check_transfers(running: Running, stats: dict) -> None:
     moved = stats["transfers"]
     assert moved["failed"] == 0 and moved["busy_seconds"] > 0
     all_there = running.subject.dense + running.subject.packed == EXPERTS
-    settled = running.options.get("precision") == ALL_RESIDENT
-    assert moved["waits"] > 0 or all_there or settled
+    # Low versions of all experts may be there, so that a step waits for a high one by chance only.
+    assert moved["waits"] > 0 or all_there or running.subject.pairs
     if running.options.get("prefetch"):
         assert moved["ahead"] > 0
     if not running.subject.streams:

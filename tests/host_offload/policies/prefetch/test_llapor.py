@@ -180,6 +180,7 @@ def test_a_placement_predicts_the_next_two_layers_by_the_networks(trace, learned
             assert {s.layer for s in decision.stages} == {(layer + 2 - near) % LAYERS}
 
 
+@pytest.mark.nightly
 def test_networks_that_learn_on_predict_for_a_placement(trace, begun):
     """The networks that a round ended with are those that the placement predicts by from the next
     step on; its own are unchanged."""

@@ -105,7 +105,7 @@ def played(tmp_path_factory):
     return moejax.ablate(GRID, tmp_path_factory.mktemp("talks") / "out", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_are_the_same_under_every_split(played):
     assert not played.failures
     rows = played.of_mode("priced")

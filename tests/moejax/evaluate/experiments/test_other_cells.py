@@ -94,6 +94,7 @@ def learned(tmp_path_factory):
     return moejax.ablate(given, home / "out", progress=False)
 
 
+@pytest.mark.nightly
 def test_what_learned_within_a_grid_counts_what_the_simulator_counts(learned):
     assert not learned.failures
     assert learned.agreement() == (7, 7)  # the baseline with both drivers
