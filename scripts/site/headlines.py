@@ -12,11 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import yaml
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 
 REPOSITORY = Path(__file__).parents[2]
 NUMBERS = Path(__file__).with_suffix(".yaml")
@@ -32,6 +28,11 @@ def claims_of(paper: str) -> list[dict[str, Any]]:
 
 def draw(paper: str, out: Path) -> None:
     """Two bars for each claim, the paper's above ours; a line at 1, where nothing is gained."""
+    import matplotlib  # seconds, which tests of the numbers need not wait
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     claims = claims_of(paper)
     plt.rcParams.update({"svg.hashsalt": "moejax", "font.size": 11, "svg.fonttype": "none"})
     figure, axes = plt.subplots(figsize=(9, 0.6 + 0.62 * len(claims)), constrained_layout=True)

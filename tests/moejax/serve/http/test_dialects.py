@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import anthropic
-import openai
 import pytest
 
 from moejax import UserError
@@ -19,6 +17,9 @@ FUNCTION = {"name": "person", "description": "A person."}
 
 @pytest.fixture
 def clients(server):  # noqa: F811
+    import anthropic  # a third of the time of collecting all tests
+    import openai
+
     url = f"http://127.0.0.1:{server.port}"
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as one,

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import openai
 import pytest
 import uvicorn
 
@@ -174,6 +173,8 @@ PERSON = {"type": "function", "function": {"name": "person", "parameters": SCHEM
 
 @pytest.mark.parametrize("choice", ["required", PERSON])
 def test_a_tool_that_must_be_called(server, choice):
+    import openai  # two seconds
+
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 90, "tools": [PERSON]}
     body |= {"model": "tiny", "tool_choice": choice}
     address = f"http://127.0.0.1:{server.port}/v1"
@@ -433,6 +434,8 @@ def test_cached_tokens_are_counted(server):
 
 
 def test_the_openai_client(server):
+    import openai
+
     address = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=address, api_key="secret", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
