@@ -105,23 +105,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",
         metavar="SHARE:SEED",
-        help="of a test's slow cases run this share, which ones by the seed, and one at least",
+        help="of the slow tests and their cases run this share, which ones by the seed",
     )
 
 
-def left_out(items: list[pytest.Item], share: float, seed: str) -> set[str]:
-    """The slow cases that a sample leaves out, by node id. A case is drawn by its parameters, so
-    that those of a fixture are used by all tests of a file or by none."""
-    cases: dict[str, list[tuple[float, str]]] = {}
-    for item in items:
-        if (drawn := getattr(item, "callspec", None)) and item.get_closest_marker("slow"):
-            chance = zlib.crc32(f"{seed} {drawn.id}".encode()) / 2**32
-            cases.setdefault(item.nodeid.partition("[")[0], []).append((chance, item.nodeid))
-    gone: set[str] = set()
-    for drawn in cases.values():
-        least = min(chance for chance, _ in drawn)
-        gone |= {case for chance, case in drawn if chance > max(share, least)}
-    return gone
+def drawn(item: pytest.Item, share: float, seed: str) -> bool:
+    """Whether a test is in the sample. A case is drawn by its parameters, so that those of a
+    fixture are used by all tests of a file or by none."""
+    case = getattr(item, "callspec", None)
+    name = item.nodeid if case is None else case.id
+    return zlib.crc32(f"{seed} {name}".encode()) < share * 2**32
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -134,11 +127,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")  # so that the quick suite is quick
     if sample := config.getoption("--sample"):
         share, _, seed = sample.partition(":")
-        # Nightly ones are not drawn from: they would be the one case that stands for a test.
-        drawn_from = [item for item in items if not item.get_closest_marker("nightly")]
-        gone = left_out(drawn_from, float(share), seed)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in gone])
-        items[:] = [item for item in items if item.nodeid not in gone]
+        kept, gone = [], []
+        for item in items:
+            runs = not item.get_closest_marker("slow") or drawn(item, float(share), seed)
+            (kept if runs else gone).append(item)
+        config.hook.pytest_deselected(items=gone)
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,30 +1,25 @@
-"""Which slow cases `--sample` leaves out."""
+"""Which slow tests `--sample` draws."""
 
 import types
 
 import pytest
 
-from tests.conftest import left_out
+from tests.conftest import drawn
 
 
-def item(nodeid: str, case: str | None, *marks: str):
+def item(test: str, case: str | None):
     spec = {} if case is None else {"callspec": types.SimpleNamespace(id=case)}
-    name = nodeid if case is None else f"{nodeid}[{case}]"
-    return types.SimpleNamespace(nodeid=name, get_closest_marker=lambda m: m in marks, **spec)
+    return types.SimpleNamespace(nodeid=test if case is None else f"{test}[{case}]", **spec)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_sample_has_a_case_of_each_test(share):
-    cases = [str(n) for n in range(100)]
-    first, second = ([item(f"a.py::{test}", c, "slow") for c in cases] for test in "xy")
-    few, kept = item("b.py::x", "7", "slow"), [item("a.py::q", "0"), item("a.py::z", None, "slow")]
-    every = [*first, *second, few, *kept]
-    samples = {}
-    for seed in ("1", "2"):
-        gone = left_out(every, share, seed)
-        samples[seed] = [c for c, one in zip(cases, first, strict=True) if one.nodeid not in gone]
-        same = [c for c, one in zip(cases, second, strict=True) if one.nodeid not in gone]
-        assert same == samples[seed]  # so that they share their fixtures
-        assert not gone & {one.nodeid for one in (few, *kept)}
-        assert abs(len(samples[seed]) - max(1, 100 * share)) < 20
-    assert (samples["1"] == samples["2"]) == (share == 1)
+def test_a_sample_is_a_share_and_another_with_another_seed(share):
+    def sample(seed, make):
+        return [n for n in range(300) if drawn(make(n), share, seed)]
+
+    for make in (lambda n: item("a.py::x", str(n)), lambda n: item(f"a.py::x{n}", None)):
+        one, other = (sample(seed, make) for seed in "12")
+        assert abs(len(one) - 300 * share) < 30
+        assert (one == other) == (share in (0, 1))
+    first, second = (sample("1", lambda n, t=t: item(t, str(n))) for t in ("a.py::x", "a.py::y"))
+    assert first == second  # so that they share their fixtures
