@@ -160,11 +160,13 @@ class TransformersEngine:
         torch.set_num_threads(task.threads)
         torch.set_grad_enabled(False)
         self._tensor = torch.from_numpy
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            task.model, dtype=torch.bfloat16
-        ).eval()
-        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        # Its bfloat16 products may be very slow: one context is computed, the others are copies.
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if fast else torch.float32
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(task.model, dtype=dtype).eval()
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        self.versions = versions | {"dtype": str(dtype)}
+        # Its products may be slow: one context is computed, the others are copies.
         tokens = self._tensor(task.decoded()[:1, : task.context]).long()
         cache = self.model(tokens, use_cache=True, logits_to_keep=1).past_key_values
         self._caches = {1: cache, task.batch: copy.deepcopy(cache)}
@@ -176,10 +178,11 @@ class TransformersEngine:
         self._first = self._cache = self._caches[batch]
 
     def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
-        if not self._states:
-            self._cache.crop(position)
-        elif position == self._context:
-            self._cache = copy.deepcopy(self._first)
+        if self._states:
+            if position == self._context:
+                self._cache = copy.deepcopy(self._first)
+        elif behind := self._cache.get_seq_length() - position:
+            self._cache.crop(-behind)
         given = self._tensor(tokens).long()[:, None]
         output = self.model(given, past_key_values=self._cache, use_cache=True)
         return output.logits[:, -1].float().numpy()

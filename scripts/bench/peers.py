@@ -26,6 +26,9 @@ KV, and the experts that its tokens choose if all are equally likely.
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
 seconds is done in one round only.
 
+transformers computes in float32 where the processor has no bfloat16 products (AVX-512): its own are
+products one by one there, and did not end.
+
 needs, where a stage has the engine (--llama-python may be another environment's):
   pip install llama-cpp-python==0.3.36 gguf==0.19.0      # compiles for ten minutes
   pip install torch==2.13.0 transformers==5.17.0 accelerate
@@ -58,13 +61,13 @@ from scripts.parts.places import REPOSITORY
 from scripts.parts.text_table import aligned
 
 STAGES = {
-    "bf16": ("moejax", "llama.cpp BF16", "transformers bf16"),
+    "bf16": ("moejax", "llama.cpp BF16", "transformers"),
     "int8": ("moejax int8", "llama.cpp Q8_0 experts", "llama.cpp Q8_0 all"),
     "int4": ("moejax int4", "llama.cpp Q4_0 experts", "llama.cpp Q4_0 all"),
     "q8_0": ("moejax Q8_0 all", "llama.cpp Q8_0 all"),
     "q4_k_m": ("moejax Q4_K_M all", "llama.cpp Q4_K_M all"),
     "mxfp4": ("moejax MXFP4 all", "llama.cpp MXFP4 all"),
-    "hybrid": ("moejax", "llama.cpp BF16", "transformers bf16"),
+    "hybrid": ("moejax", "llama.cpp BF16", "transformers"),
 }
 """Engines, moejax first."""
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +77,14 @@ def prefill(
     """Runs the prompts' prefill through the engine, with pages for `steps` tokens more."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
-    while not all(request.output for request in requests):
-        engine.step()
+    # The engine would decode the first ones beside the last: states cannot go back.
+    with mock.patch.object(engine.scheduler, "_decode_rows", return_value=[]):
+        while not all(request.output for request in requests):
+            engine.step()
     for request in requests:
-        pages = engine.scheduler.pages_for(len(request.prompt), request.to_generate)
-        if not engine.scheduler.extend(request, pages - len(request.blocks)):
+        tokens = len(request.prompt) + request.to_generate - 1
+        blocks = -(-tokens // engine.scheduler.block_size)
+        if not engine.scheduler.extend(request, blocks - len(request.blocks)):
             raise RuntimeError(f"the KV budget has no room for {len(requests)} sequences")
     rows = tuple(request.row for request in requests if request.row is not None)
     table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.buffers.sharding)
