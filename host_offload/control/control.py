@@ -219,9 +219,9 @@ class Control:
         self._move_cells()
         self._hand_over_cells()
         self._update_tables()
-        if changes.copies:
-            self.device.begin_copies(changes.copies)
-            changes.copies.clear()
+        while changes.copies:  # one that the device refuses is not begun twice, nor others
+            self.device.begin_copies(changes.copies[:1])
+            del changes.copies[0]
         return entries
 
     def _read_done(self) -> np.ndarray:

@@ -48,7 +48,8 @@ EVICTIONS = ("lru", "lfu", "lfru")
 KEEP = 0.5
 """Weight of the earlier correction beside that of a window."""
 OUTLIER = 4.0
-"""A step that took longer than so many medians of its window was disturbed and does not count."""
+"""A step that took so many times as long as those of its window was disturbed and does not count.
+"""
 EAGER, SELDOM = 4, 8
 """Windows after a switch that follow at once, and of how many later ones one is taken: following
 the shadows takes a tenth of a small model's step."""
@@ -86,7 +87,8 @@ def correct(
 
     - `seconds`, `compute`, `moves`: float64[n], measured times and predicted parts.
     """
-    kept = seconds <= OUTLIER * np.median(seconds)
+    # Steps may be read two by two: the second one then takes no time.
+    kept = seconds <= OUTLIER * np.median(np.convolve(seconds, (0.5, 0.5), "valid"))
     seconds, compute, moves = seconds[kept], compute[kept], moves[kept]
     parts = np.stack([compute, moves])
     square = parts @ parts.T

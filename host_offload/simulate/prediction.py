@@ -114,9 +114,9 @@ def predict(
 
     Raises CostError for a trace of another shape than the model's or of more rows than were
     measured; for versions without costs of their own; for experts of a second processor without
-    costs (placement=recorded=...); and for transitions that block, which move experts outside of
-    any step. Raises QueueError for a link that leaves no time to compute, and otherwise like
-    simulate.
+    costs (placement=recorded=...), or deferred ones; and for transitions that block, which move
+    experts outside of any step. Raises QueueError for a link that leaves no time to compute, and
+    otherwise like simulate.
     """
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
@@ -204,6 +204,10 @@ def _placement_costs(
     """
     for policy in policies:
         if isinstance(policy, PlacementPolicy):
+            if policy.defer:
+                raise CostError(
+                    "a placement that defers experts is measured, not predicted; leave out defer"
+                )
             spec = spec or spec_of(header)
             record = max(int(sizes.max()) for sizes in spec.link_bytes.values())
             return costs_of(policy, dataclasses.replace(spec, costs=model.costs()), record)

@@ -105,6 +105,13 @@ class Timeline:
         """Cancels a transfer that has not begun. Returns whether it could."""
         return self._queue.cancel(ticket)
 
+    def urge(self, ticket: int) -> None:
+        """Makes a transfer a demand."""
+        transfer = self._transfers[ticket]
+        if not transfer.demand:
+            self._queue.reorder(ticket, DEMAND, 0)
+            self._transfers[ticket] = dataclasses.replace(transfer, cause=DEMAND)
+
     def is_there(self, ticket: int) -> bool:
         """Whether a transfer needs no more waiting."""
         return self._queue.there(ticket)
@@ -143,10 +150,7 @@ class Timeline:
         come meanwhile, then the earliest queued as its parts come."""
         left = sorted(needs)
         for need in left:
-            transfer = self._transfers[need.ticket]
-            if not transfer.demand:
-                self._queue.reorder(need.ticket, DEMAND, 0)
-                self._transfers[need.ticket] = dataclasses.replace(transfer, cause=DEMAND)
+            self.urge(need.ticket)
         self._compute_products(layer, [Need(-1, seconds)])
         while left:
             come = [need for need in left if self.is_there(need.ticket)] or left[:1]

@@ -75,70 +75,84 @@ class Histories:
 
 @dataclasses.dataclass
 class Choice:
-    """Whether drafts pay for one number of requests: rates of both ways, measured by turns.
+    """How long drafts are for one number of requests, 0 being none: rates of the lengths, measured
+    by turns.
 
-    A measurement of the slower way costs the tokens that the other way would have given beside. The
-    next one comes when these are COST of the tokens since.
+    A measurement of a slower length costs the tokens that the other one would have given beside.
+    The next one comes when these are COST of the tokens since.
     """
 
-    on: bool = False
-    """The faster way so far. Steps begin without drafts."""
-    trying: bool = False
-    """Whether the other way is measured now."""
-    rates: dict[bool, float] = dataclasses.field(default_factory=dict)
-    """Tokens a second and request, with and without drafts, when each was measured last."""
+    lengths: tuple[int, ...] = (0, 1)
+    """Tokens of a draft, ascending, the first one 0."""
+    on: int = 0
+    """The fastest length so far. Steps begin without drafts."""
+    trying: int | None = None
+    """The length that is measured now; None: `on`."""
+    rates: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Tokens a second and request at each length when it was measured last, the last one last."""
     hold: float = 0.0
-    """Tokens a request after which the other way is measured."""
+    """Tokens a request after which another length is measured."""
     kept: float = 0.0
-    """Tokens a request since it was."""
+    """Tokens a request since one was."""
     steps: int = 0
     tokens: float = 0.0
     """Tokens a request of the window so far."""
     seconds: float = 0.0
 
     @property
-    def drafts(self) -> bool:
-        """Whether the next step has drafts."""
-        return self.on != self.trying
+    def length(self) -> int:
+        """Tokens of a draft in the next step."""
+        return self.on if self.trying is None else self.trying
 
     def add(self, tokens: float, seconds: float) -> None:
-        """Takes a decode step of the present way.
+        """Takes a decode step of the present length.
 
         - `tokens`: that it gave, a request.
         """
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.seconds += seconds
         rate = self.tokens / max(self.seconds, 1e-9)
-        slower = self.trying and rate < self.rates[self.on]
+        slower = self.trying is not None and rate < self.rates[self.on]
         if self.steps < (TRIAL if slower else WINDOW):
             return
-        self.rates[self.drafts] = rate
-        if self.trying:
-            self._compare(rate, self.rates[self.on])
+        self.rates.pop(self.length, None)
+        self.rates[self.length] = rate
+        if self.trying is not None:
+            self._compare(self.trying, rate, self.rates[self.on])
         else:
             self.kept += self.tokens
-            # As soon as it is slower than the other way was, too.
-            self.trying = self.kept >= self.hold or GAIN * rate < self.rates.get(not self.on, 0)
+            self.trying = self._next(rate)
         self.steps, self.tokens, self.seconds = 0, 0.0, 0.0
 
-    def _compare(self, rate: float, present: float) -> None:
-        """Ends the measurement of the other way.
+    def _next(self, rate: float) -> int | None:
+        """Returns the length to measure, if any: one that was faster than the present one is now,
+        or, after the hold, the one whose measurement is the oldest, the longest first."""
+        others = [length for length in self.lengths[::-1] if length != self.on]
+        fastest = max(others, key=lambda length: self.rates.get(length, 0.0))
+        if GAIN * rate < self.rates.get(fastest, 0.0):
+            return fastest
+        measured = [*self.rates]
+        oldest = min(others, key=lambda n: measured.index(n) if n in measured else -1)
+        return oldest if self.kept >= self.hold else None
 
-        - `rate`, `present`: of the other way, and of the one so far.
+    def _compare(self, length: int, rate: float, present: float) -> None:
+        """Ends the measurement of another length.
+
+        - `rate`, `present`: of that length, and of the one so far.
         """
-        self.trying, self.kept, self.hold = False, 0.0, HOLDS[0]
+        self.trying, self.kept, self.hold = None, 0.0, HOLDS[0]
         if rate > GAIN * present:
-            self.on = not self.on
+            self.on = length
         else:
             lost = self.seconds * present - self.tokens
             self.hold = min(max(lost / COST, HOLDS[0]), HOLDS[1])
 
 
 class Drafts(abc.ABC):
-    """Guesses of requests' next tokens, whether they pay, and statistics of them.
+    """Guesses of requests' next tokens, how many pay, and statistics of them.
 
-    - `most`: tokens of a draft.
-    - `adaptive`: whether steps go without drafts where that is faster.
+    - `most`: tokens of a draft, at most.
+    - `adaptive`: whether drafts have half as many or none where that is faster.
     """
 
     def __init__(self, most: int, *, adaptive: bool = True):
@@ -158,7 +172,11 @@ class Drafts(abc.ABC):
 
     def wanted(self, requests: int) -> bool:
         """Whether the next decode step of so many requests has drafts."""
-        return requests > 0 and (not self.adaptive or self._choice(requests).drafts)
+        return requests > 0 and self.length(requests) > 0
+
+    def length(self, requests: int) -> int:
+        """Returns the tokens of a draft in the next decode step of so many requests."""
+        return self._choice(requests).length if self.adaptive else self.most
 
     def guess(self, work: ScheduledWork, rows: int) -> dict[Request, Guess]:
         """Returns guesses for the requests of a decode step with so many free rows, those without
@@ -167,7 +185,7 @@ class Drafts(abc.ABC):
         found: dict[Request, Guess] = {}
         # The step's own token is one of those to come.
         left = {request: request.to_generate - request.dispatched for _, request in work.rows}
-        most = min(self.most, rows)
+        most = min(self.length(len(work.rows)), rows)
         asked = {request: min(most, count) for request, count in left.items() if count > 0}
         if not most or not asked:
             return found
@@ -191,11 +209,12 @@ class Drafts(abc.ABC):
         requests = len(work.rows)
         if requests and seconds is not None:
             choice = self._choice(requests)
-            if work.drafting == choice.drafts:  # else the step was dispatched before a change
+            if work.drafting == choice.length:  # else the step was dispatched before a change
                 choice.add(1 + accepted / requests, seconds)
 
     def _choice(self, requests: int) -> Choice:
-        return self.choices.setdefault((requests - 1).bit_length(), Choice())
+        lengths = 0, *sorted({max(self.most // 2, 1), self.most})
+        return self.choices.setdefault((requests - 1).bit_length(), Choice(lengths))
 
     def stats(self) -> dict[str, Any]:
         """Returns the part of LLM.stats() on drafts as plain data."""
@@ -211,12 +230,10 @@ class Drafts(abc.ABC):
 
     def _said(self, bits: int) -> dict[str, Any]:
         choice = self.choices[bits]
-        with_drafts, without = choice.rates.get(True), choice.rates.get(False)
         return {
             "requests_at_most": 1 << bits,
-            "on": choice.on or not self.adaptive,
-            "tokens_per_s_with": with_drafts,
-            "tokens_per_s_without": without,
+            "tokens": choice.on if self.adaptive else self.most,
+            "tokens_per_s": {str(length): rate for length, rate in sorted(choice.rates.items())},
         }
 
 

@@ -430,7 +430,8 @@ class Engine:
             if drafting and self._drafts_now(len(work.rows)):
                 assert self.drafts is not None
                 guesses = self.drafts.guess(work, len(self.scheduler.free_rows))
-                work = self.scheduler.add_drafts(work, guesses)
+                length = self.drafts.length(len(work.rows))
+                work = self.scheduler.add_drafts(work, guesses, length)
             return self._dispatch_step(work)
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)

@@ -244,12 +244,15 @@ class Scheduler:
             self.in_step.add(request)
         return rows
 
-    def add_drafts(self, work: ScheduledWork, guesses: Mapping[Request, Guess]) -> ScheduledWork:
+    def add_drafts(
+        self, work: ScheduledWork, guesses: Mapping[Request, Guess], length: int
+    ) -> ScheduledWork:
         """Returns a decode step that also verifies guesses, as far as rows and pages are left that
         no request uses. Requests share the rows evenly.
 
         - `guesses`: of requests in the step, with at most as many tokens as each may still
           generate after the step's own.
+        - `length`: most tokens of a draft that were looked for.
         """
         rows, given = sorted(self.free_rows), dict.fromkeys(guesses, 0)
         room = {request: self._draft_room(request, len(g.tokens)) for request, g in guesses.items()}
@@ -273,7 +276,7 @@ class Scheduler:
                 self.extend(request, missing)
             parts = tuple(guess.tokens[:count]), tuple(guess.words[:count])
             drafts.append(Draft(request, taken, *parts, self._states_of_draft(count)))
-        return dataclasses.replace(work, drafting=True, drafts=tuple(drafts))
+        return dataclasses.replace(work, drafting=length, drafts=tuple(drafts))
 
     def _missing_blocks(self, request: Request, count: int) -> int:
         """Returns how many blocks more a request needs for a draft of `count` tokens."""

@@ -275,7 +275,7 @@ def placement_stats(
     `same_bits` is False, outputs depend on the placement."""
     if totals is None or second is None:
         return None
-    about = {"implementation": second.implementation, "same_bits": second.same_bits}
+    about = {"implementation": second.implementation, "same_bits": second.keeps_outputs}
     return {"placement": placement, **about, **dataclasses.asdict(totals)}
 
 

@@ -91,8 +91,8 @@ class ScheduledWork:
     """Requests that got a row since the step before."""
     published: tuple[Block, ...] = ()
     """Blocks that this step writes and that later steps of other requests may read."""
-    drafting: bool = False
-    """Whether drafts were looked for."""
+    drafting: int = 0
+    """Most tokens of a draft that were looked for; 0: none were."""
     drafts: tuple[Draft, ...] = ()
     """At most one for each of `rows`."""
 

@@ -430,7 +430,7 @@ class LLM:
         - `tokens_per_s`: generated tokens per second of steps.
         - `steps`: number of prefill and decode steps.
         - `speculation`: tokens that were drafted and accepted, decode steps with drafts, and by
-          number of requests whether drafts pay, with the rates measured; null without.
+          number of requests how long a draft pays, with the rates measured; null without.
         - `experts`: `activations` (layer-experts that steps needed) = `hits` (resident) + `fills`
           (moved into a cell) + `read_through` (computed from the store); `hit_rate`.
         - `bytes`: moved over the link, by cause.

@@ -391,7 +391,7 @@ def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
         "prefetch": options.policy.prefetch,
         "auto": next((p.said for p in settings.policies if isinstance(p, Auto)), None),
         "placement": _placement(plan),
-        "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
+        "placement_same_bits": plan.steps.second is None or plan.steps.second.keeps_outputs,
         "cache_aware_routing": plan.steps.cache_aware_routing,
         "precision": precision,
         "budgets": settings.budget_stats(),

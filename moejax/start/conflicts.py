@@ -259,7 +259,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("files in place", "GPU"): f"native CPU ops read them; use store='memory', or {_CACHE}",
     ("files in place", "no native ops"): f"those read them; use {_CACHE}",
     ("files in place", "foreign ops"): f"use ops='cpu', or store='memory', or {_CACHE}",
-    ("arrival", "copies"): "jax's copies move a version into its cell within a step; leave it out",
     ("copies", "store=shared"): "it has pinned arrays of its own; use store='memory'",
     ("copies", "driver=device"): "it works between the parts of a layer, and driver='device' runs "
     "as one executable: use driver='host', or transfers='ops'",

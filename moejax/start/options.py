@@ -214,9 +214,10 @@ class PolicyOptions:
     placement: str | None = changes_bits(  # where the second processor has another implementation
         "with --driver host, the rule by which a CPU computes missed experts from host memory: "
         "prescope, greedy, hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, "
-        "klotski, no-prediction, or recorded=TRACE, as in that run; on a GPU add --transfers "
-        "queue. Costs are measured, or stated as per_token, startup, load, accelerator, "
-        "attention=TIME; predict=gates or --prefetch learned=FILE also prefetches "
+        "klotski, dali, ktransformers, no-prediction, or recorded=TRACE, as in that run; on a GPU "
+        "add --transfers queue. Costs are measured, or stated as per_token, startup, load, "
+        "accelerator, attention=TIME; predict=gates or --prefetch learned=FILE also prefetches; "
+        "defer=N adds N experts of a token that the CPU computes a layer late: OTHER OUTPUTS "
         "(docs/explanation/prescope.md; default: none, the device computes all)",
         default=None,
     )

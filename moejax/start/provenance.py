@@ -20,6 +20,7 @@ _APART = ("model", "dtype", "seed")
 """Options that a job names itself."""
 _FILES = ("tokenizer", "name_map")
 """Options that are files, or names of files that moejax has. Their content counts."""
+_BUDDIES = "buddies="
 
 
 def decided_by(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, str]:
@@ -50,10 +51,17 @@ def by_content(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def files_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of the options that are files. Raises UserError for files that
-    cannot be read."""
+    """Returns the fingerprints of the options that are files, or that name one. Raises UserError
+    for files that cannot be read."""
     named = {name: options[name] for name in _FILES if options.get(name) is not None}
-    return {n: file_fingerprint(path) for n, path in named.items() if os.path.exists(path)}
+    found = {n: file_fingerprint(path) for n, path in named.items() if os.path.exists(path)}
+    favour = options.get("cache_aware_routing")
+    if isinstance(favour, str) and favour.startswith(_BUDDIES):
+        path, *settings = favour.removeprefix(_BUDDIES).split(",")
+        if os.path.exists(path := path.strip()):
+            learned = _BUDDIES + file_fingerprint(path)
+            found["cache_aware_routing"] = ",".join([learned, *settings])
+    return found
 
 
 def weights_of(model: str | os.PathLike[str], step: Step = None) -> str | None:

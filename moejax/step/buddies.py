@@ -4,6 +4,8 @@ arXiv:2511.10054)."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -68,10 +70,20 @@ def read_buddies(text: str, layers: int, experts: int) -> Buddies:
             f"{path} has {trace.header.layers} layers of {trace.header.experts} experts, and the "
             f"model {layers} of {experts}"
         )
-    ids = trace.array("token.ids")
-    most, cover = given.get("most", MOST), given.get("cover", COVER)
-    table = [_alike(ids[:, layer], experts, most, cover) for layer in range(layers)]
-    return Buddies(text, tuple(table), given.get("spread", SPREAD))
+    written = os.stat(trace.directory / "trace.json").st_mtime_ns
+    table = _learn(path, written, given.get("most", MOST), given.get("cover", COVER))
+    return Buddies(text, table, given.get("spread", SPREAD))
+
+
+@functools.lru_cache(maxsize=2)
+def _learn(path: str, written: int, most: int, cover: float) -> tuple[Any, ...]:
+    """Returns the table of a trace, which a start asks for several times.
+
+    - `written`: when; another trace at the same path is read anew.
+    """
+    trace = read_trace(path)
+    ids, experts = trace.array("token.ids"), trace.header.experts
+    return tuple(_alike(ids[:, layer], experts, most, cover) for layer in range(ids.shape[1]))
 
 
 def _alike(ids: np.ndarray, experts: int, most: int, cover: float) -> tuple[tuple[int, ...], ...]:

@@ -130,7 +130,8 @@ class Executor:
         self.processor: Processor | None = None
         if steps.second is not None:
             wanted = *self.keys.decodes, ProgramKey("prefill")
-            self.processor = Processor(buffers, compiler, transport, self.programs, wanted)
+            of = buffers, compiler, transport, self.programs
+            self.processor = Processor(*of, wanted, defer=steps.second.defer)
         leaves = tuple(jax.tree.leaves(self.params))
         copied = self.stream if isinstance(self.stream, CopiedStream) else None
         if steps.driver != "host" and copied is None:
@@ -464,11 +465,9 @@ class Executor:
             )
 
     def begin_copies(self, copies: Sequence[Copy]) -> None:
-        """Begins to copy records beside the steps to come. First it waits for the programs so far:
-        whatever had these rows before, none of them can still read or write there."""
+        """Begins to copy records beside the steps to come."""
         if self.buffers.layer_versions is not None:
             copies = self.buffers.layer_versions.entries(copies)
-        jax.block_until_ready((self.arena, self.tables))
         self.transport.begin_copies(copies)
 
     def ended_copies(self) -> dict[tuple[int, int], bool]:

@@ -146,6 +146,7 @@ class _StepPart:
             "elsewhere": Elsewhere._make([flags, array(experts)]),
             "pieces": programs.pieces(key.run if key.part == "through" else None),
             "rows": array(put, hidden, dtype=y.dtype),
+            "deferred": array(tokens, hidden, dtype=y.dtype),
             "slots": array(put),
             "traces": (LayerTrace(*routing, counts, seen),) * layers,
             "writes": programs.writes,
@@ -290,6 +291,12 @@ class _StepPart:
     @_part(summed="added")
     def combine(self, added, y, weights):
         return add_experts(added, y, weights, self.context().ops)
+
+    @_part()
+    def defer(self, added, deferred):
+        """Returns the residual stream with what the second processor computed of the layer
+        before."""
+        return (added.astype(deferred.dtype) + deferred).astype(added.dtype)
 
     @_part()
     def output(self, params, x, batch, traces, writes):

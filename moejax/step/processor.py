@@ -10,6 +10,10 @@ Only rows of x and y cross the link. Of each layer the host does, in this order:
 5. The thread's rows are copied to the device and put into their slots of y, and y is summed in the
    fixed order.
 
+With `defer` (KTransformers' expert deferral), in decode steps step 5 does not wait for a token's
+experts of least weight: their weighted rows are added to the residual stream after the next layer's
+experts. The last layer's all come in time. Outputs then depend on the placement.
+
 If both processors run the same implementation, the bits are those of full residency (contract 1).
 If the CPU's op has other bits than the device's, an expert's rows depend on the processor that
 computed them. Then outputs are a function of the placement, which traces record and
@@ -34,6 +38,7 @@ from moejax.step.compiler import Compiler, compiler_options
 from moejax.step.experts import Elsewhere
 from moejax.step.layer_programs import PUT, beside_program
 from moejax.step.programs import ProgramKey, Programs
+from moejax.step.step_parts import Routing
 from moejax.step.transports.transport import LayerInputs, Parts, Transport
 
 FEWEST = 4
@@ -48,6 +53,8 @@ class PlacementTotals:
     """Layers of which it computed experts."""
     experts: int = 0
     rows: int = 0
+    deferred: int = 0
+    """Rows that were added a layer later."""
     seconds: float = 0.0
     """Time in which it computed, without waiting for x."""
 
@@ -68,6 +75,7 @@ class Processor:
     - `device`: computes the device's share.
     - `programs`: makes the programs of the engine.
     - `steps`: the steps that the engine may run.
+    - `defer`: see SecondProcessor.
     """
 
     def __init__(
@@ -77,10 +85,15 @@ class Processor:
         device: Transport,
         programs: Callable[[], Programs],
         steps: Iterable[ProgramKey],
+        defer: int = 0,
     ):
+        self._defer = defer
+        self._deferred: Future[jax.Array] | None = None
+        """float32[T, D], what the layer before left to add."""
         self._buffers, self._compiler, self._device = buffers, compiler, device
         self._programs = programs
-        own = ((part, None) for part in ("absent", "put", "combine"))
+        names = "absent", "put", "combine", *(["defer"] if defer else [])
+        own = ((part, None) for part in names)
         self.parts: Sequence[tuple[str, int | None]] = (*device.shared_parts, *own)
         self._records = [buffers.store.arrays[name] for name in buffers.stored]
         cpu = buffers.device.platform == "cpu"
@@ -116,6 +129,9 @@ class Processor:
     # ---- what policies give it
 
     def begin_step(self) -> None:
+        if self._deferred is not None:  # of a step that failed
+            self._deferred.exception()
+            self._deferred = None
         self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
         self.placed = np.zeros(self._buffers.tables.address.shape, bool)
         """bool[L, E]: experts that the second processor computed in the running step."""
@@ -153,38 +169,99 @@ class Processor:
         step, layer, x, normed, routing = inputs
         ids = np.asarray(routing.ids)
         share, mine = self._share(parts, layer, ids)
-        other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None
+        before, self._deferred = self._deferred, None
+        later = self._put_off(step, layer, routing) & np.isin(ids, [*mine])
+        given = step, layer, mine, normed
+        # −1 is no expert.
+        other: Future[_Beside] | None = None
+        if mine:
+            other = self._thread.submit(self._compute, *given, np.where(later, -1, ids))
+        if later.any():
+            rest, weights = np.where(later, ids, -1), np.asarray(routing.weights)
+            self._deferred = self._thread.submit(self._compute_later, *given, rest, weights)
         try:
             y, counts = self._device.compute_rows(parts, inputs, share)
-        finally:
-            if other is not None:  # after a failed step the thread must not read the store
-                other.exception()
+            if before is not None:
+                x = parts["defer", None](x, before.result())
+        finally:  # after a failed step the thread must not read the store
+            for begun in (before, other):
+                if begun is not None:
+                    begun.exception()
         if other is not None:
-            made: _Beside = other.result()
+            made = other.result()
             for part, slots in zip(made.rows, made.slots, strict=True):
                 y = parts["put", None](y, part, slots)
             self.placed[layer] = share.beside
             self.totals.layers += 1
             self.totals.experts += len(mine)
             self.totals.rows += int(np.isin(ids, [*mine]).sum())
+            self.totals.deferred += int(later.sum())
             self.totals.seconds += made.seconds
         return parts["combine", None](x, y, routing.weights), counts
+
+    def _put_off(self, step: ProgramKey, layer: int, routing: Routing) -> np.ndarray:
+        """Returns bool[T, K]: choices that may be added a layer later, those of least weight; of
+        equal ones those of higher slots."""
+        weights = np.asarray(routing.weights)
+        found = np.zeros(weights.shape, bool)
+        if self._defer and step.kind == "decode" and layer < len(self.placed) - 1:
+            order = np.argsort(-weights, axis=1, kind="stable")
+            first = max(weights.shape[1] - self._defer, 0)
+            np.put_along_axis(found, order[:, first:], True, axis=1)
+        return found
+
+    def _compute_later(
+        self,
+        step: ProgramKey,
+        layer: int,
+        mine: Mapping[int, int],
+        x: jax.Array,
+        ids: np.ndarray,
+        weights: np.ndarray,
+    ) -> jax.Array:
+        """Computes experts as _compute_rows does. Returns float32[T, D] on the device, each token's
+        weighted sum in the order of ids.
+
+        - `weights`: float32[T, K].
+        """
+        rows, slots, _ = self._compute_rows(step, layer, mine, x, ids)
+        total = np.zeros((len(ids), rows.shape[1]), np.float32)
+        np.add.at(total, slots // ids.shape[1], weights.ravel()[slots, None] * rows)
+        return jax.device_put(total, self._buffers.sharding)
 
     def _compute(
         self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray
     ) -> _Beside:
+        """Computes experts as _compute_rows does. Returns the rows on the device."""
+        rows, slots, seconds = self._compute_rows(step, layer, mine, x, ids)
+        at_once = min(PUT["decode" if step.kind == "decode" else "prefill"], ids.size)
+        missing = -len(slots) % at_once
+        # Every padding row has a slot of its own beyond y, since `put` asserts unique indices.
+        beyond = np.arange(ids.size, ids.size + missing, dtype=np.int32)
+        slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
+        rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), np.float32)])
+        parts = [*rows.reshape(*slots.shape, -1)]
+        return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
+
+    def _compute_rows(
+        self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, float]:
         """Computes experts of a layer, in the processor's thread.
 
-        - `mine`: version number by expert.
+        - `mine`: version number by expert, ascending.
         - `x`: [T, D], input of the layer's experts.
         - `ids`: int[T, K].
+
+        Returns (float32[N, D] rows, int32[N] their slots in y, seconds).
         """
         seen, top_k = np.asarray(x), ids.shape[1]
         began = time.perf_counter()
-        found: list[np.ndarray] = []
-        places: list[np.ndarray] = []
+        found = [np.zeros((0, seen.shape[1]), np.float32)]
+        places = [np.zeros(0, np.int64)]
         for expert, version in mine.items():
             slots = np.flatnonzero(ids.ravel() == expert)
+            if not len(slots):
+                continue
             size = next(n for n in self._sizes(len(ids)) if n >= len(slots))
             given = np.zeros((size, seen.shape[1]), seen.dtype)
             given[: len(slots)] = seen[slots // top_k]
@@ -194,15 +271,7 @@ class Processor:
             found.append(np.asarray(made)[: len(slots)])
             places.append(slots)
         seconds = time.perf_counter() - began
-        at_once = min(PUT["decode" if step.kind == "decode" else "prefill"], ids.size)
-        slots = np.concatenate(places).astype(np.int32)
-        missing = -len(slots) % at_once
-        # Every padding row has a slot of its own beyond y, since `put` asserts unique indices.
-        beyond = np.arange(ids.size, ids.size + missing, dtype=np.int32)
-        slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
-        rows = np.concatenate([*found, np.zeros((missing, seen.shape[1]), np.float32)])
-        parts = [*rows.reshape(*slots.shape, -1)]
-        return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
+        return np.concatenate(found), np.concatenate(places).astype(np.int32), seconds
 
     def _record(self, layer: int, expert: int, version: int) -> jax.Array:
         """Returns an expert's record as an array of the CPU device."""

@@ -121,6 +121,13 @@ class SecondProcessor:
     same_bits: bool = True
     """Its results have the device's bits; if not, outputs depend on the processor that computed
     each expert."""
+    defer: int = 0
+    """Experts of a token, those of least weight, whose rows it adds a layer later (Processor)."""
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether outputs are the same wherever an expert is computed."""
+        return self.same_bits and not self.defer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ cache; tokens must be equal. The regret is auto's time over that of the best arm
 1. `tau` compares the prices that auto named last with the arms' measured times (Kendall).
 
 Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
-the context, `shift` all three and a chat again. `--ablations` runs auto also without correction,
-hysteresis or horizon. `--simulated` predicts instead, for 48 layers of 128 experts on stated
-hardware, with generated routing.
+the context, `shift` all three and a chat again. A cell is shown as soon as it was measured.
+`--ablations` runs auto also without correction, hysteresis or horizon. `--simulated` predicts
+instead, for 48 layers of 128 experts on stated hardware, with generated routing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.costs.hardware import stated_costs
 from moejax.traces.generated_traces import write_generated_trace
 from scripts.parts.commands import new_parser, positive, refusing
-from scripts.parts.text_table import aligned, show
+from scripts.parts.text_table import running
 
 LOADS = ("chat", "batch", "long", "shift")
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -208,9 +209,8 @@ SIMULATED = {"chat": (1, 0), "batch": (32, 0), "shift": (1, 64)}
 """Load → sequences, tokens of a phase of topics (0: none)."""
 
 
-def simulate(directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the rows of predicted cells: machines × budgets × loads."""
-    rows: list[dict[str, Any]] = []
+def simulate(directory: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of predicted cells: loads × machines, each with its share of the experts."""
     for load, (sequences, phase) in SIMULATED.items():
         kind = "phases" if phase else "qwen3-like"
         more: dict[str, Any] = {"phase_tokens": phase} if phase else {}
@@ -225,9 +225,8 @@ def simulate(directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         trace = read_trace(directory / load)
         for machine, share in MACHINES.items():
-            rows.append({"link": machine, "memory": f"{share:.0%}", "load": load}
-                        | predicted(trace, machine, share, sequences))  # fmt: skip
-    return rows
+            cell = {"link": machine, "memory": f"{share:.0%}", "load": load}
+            yield cell | predicted(trace, machine, share, sequences)
 
 
 def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, Any]:
@@ -261,11 +260,6 @@ def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     positive(args, "tokens", "rounds")
-    if args.simulated:
-        with tempfile.TemporaryDirectory() as directory:
-            rows = simulate(Path(directory), args)
-    else:
-        rows = measured(args)
     columns = (
         *((name, f"{{{name}}}") for name in ("link", "memory", "load", "best")),
         ("best s", "{best_s:.2f}"),
@@ -275,34 +269,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("tau", "{tau:.2f}"),
         ("switches", "{switches}"),
         ("MB", "{switch_mb:.1f}"),
-        *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if name in rows[0]),
+        *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if args.ablations),
     )
-    show(args.json, rows, [*aligned(columns, rows), *summary(rows)])
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        cells = simulate(Path(directory), args) if args.simulated else measured(args)
+        kept = (rows.append(row) or row for row in cells)
+        lines = map(json.dumps, kept) if args.json else running(columns, kept)
+        for line in lines:
+            print(line, flush=True)
+    if not args.json:
+        print(*summary(rows), sep="\n")
     return 0
 
 
-def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for link in args.links.split(","):
-        for memory in args.memories.split(","):
-            with LLM(
-                args.model,
-                policy="auto",
-                memory=memory,
-                transfers=f"queue,rate={link}",
-                max_num_seqs=32,
-                max_model_len=args.context,
-                enable_prefix_caching=False,
-                progress=False,
-            ) as llm:
-                begin(llm, auto_of(llm))
-                for load in LOADS:  # compiles
-                    phases = phases_of(load, args.context, args.tokens)
-                    run_load(llm, [(count, length, 4) for count, length, _ in phases])
-                for load in args.loads.split(","):
-                    cell = {"link": link, "memory": memory, "load": load}
-                    rows.append(cell | measure(llm, load, args))
-    return rows
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of measured cells: links × memories × loads."""
+    for link, memory in itertools.product(args.links.split(","), args.memories.split(",")):
+        with LLM(
+            args.model,
+            policy="auto",
+            memory=memory,
+            transfers=f"queue,rate={link}",
+            max_num_seqs=32,
+            max_model_len=args.context,
+            enable_prefix_caching=False,
+            progress=False,
+        ) as llm:
+            begin(llm, auto_of(llm))
+            every = phases_of("shift", args.context, args.tokens)[:3]
+            run_load(llm, [(count, length, 4) for count, length, _ in every])  # compiles
+            for load in args.loads.split(","):
+                cell = {"link": link, "memory": memory, "load": load}
+                yield cell | measure(llm, load, args)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:

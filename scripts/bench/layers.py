@@ -3,15 +3,17 @@
 python -m scripts.bench layers [--model DIR] [--link-rate 200MB/s]
 
 Static layers are the last ones whole and no cell in the others, whose experts are then read from
-the store in every step (vLLM's --cpu-offload-gb); paging gives as many cells to each layer. One
-sequence decodes, by turns in an engine of each; the fastest of three runs counts. A ratio is the
-median over the rounds, with the least and the most.
+the store in every step (vLLM's --cpu-offload-gb); paging gives as many cells to each layer. With
+all layers whole, the other arm is a build without tables, whose experts are computed in the store:
+what paging itself costs. One sequence decodes, by turns in an engine of each; the fastest of three
+runs counts. A ratio is the median over the rounds, with the least and the most.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +31,17 @@ COLUMNS = (
 )
 
 
-def tokens_per_s(args: argparse.Namespace, cells: Sequence[int]) -> float:
-    """Decodes one sequence with so many cells in each layer. Returns its tokens a second."""
-    transfers = f"queue,rate={args.link_rate},latency=20us"
+def tokens_per_s(args: argparse.Namespace, cells: Sequence[int] | None) -> float:
+    """Decodes one sequence with so many cells in each layer, or without tables (None). Returns its
+    tokens a second. Raises UserError if steps have tables all the same."""
+    held: dict[str, Any] = {"expert_budget": "100%"}
+    if cells is not None:
+        transfers = f"queue,rate={args.link_rate},latency=20us"
+        held = {"cells": [*cells], "transfers": transfers}
     limits = {"max_num_seqs": 1, "max_model_len": args.tokens + 64, "progress": False}
-    with LLM(args.model, cells=[*cells], transfers=transfers, device="cpu", **limits) as llm:
+    with LLM(args.model, device="cpu", **held, **limits) as llm:
+        if cells is None and not llm.plan.steps.in_place:
+            raise UserError(f"no steps without tables here: {llm.plan.budget.notes}; use --whole")
         params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
         seconds = []
         for _ in range(4):  # the first one fills the cells
@@ -63,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for whole in counts if args.whole is None else map(int, args.whole.split(",")):
         if whole not in counts:
             raise UserError(f"--whole: the model has {layers} layers, not {whole}")
-        static = [0] * (layers - whole) + [experts] * whole
+        static = None if whole == layers else [0] * (layers - whole) + [experts] * whole
         arms = static, [experts * whole // layers] * layers
         found = np.empty((args.rounds, 2))
         for turn in range(args.rounds):

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 COMMANDS = {
     "bench": (
         *("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
-        *("sampling", "attention", "auto", "planner"),
+        *("sampling", "attention", "auto", "planner", "decoders", "users", "split"),
     ),
     "check": (
         "batch",

@@ -23,6 +23,7 @@ _SETTINGS: dict[str, Reader] = {
     "predict": one_of("gates"),
     "hit": share,
     "buffers": whole(),
+    "defer": whole(),
 }
 """Readers of the keys of every placement. A load of None is the time of the stated link."""
 
@@ -31,8 +32,8 @@ def placement_policy(placement: str) -> PlacementPolicy:
     """The policy called NAME[,KEY=VALUE…].
 
     NAME is one of SCHEDULERS. Keys: costs as times (COSTS; load=link: the time of the stated link),
-    predict=gates, hit=R_hit at the start, buffers=N (see with_placement). Raises ValueError as
-    parse_option.
+    predict=gates, hit=R_hit at the start, buffers=N (see with_placement), defer=N (see
+    PlacementPolicy). Raises ValueError as parse_option.
     """
     names = dict.fromkeys(SCHEDULERS, _SETTINGS)
     option = parse_option("placement", placement, names, known=(f"{PREFIX}TRACE",))
@@ -74,6 +75,15 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
     return (*(each for each in policies if each is not learned[0]), policy)
 
 
+def deferred(placement: str | None) -> int:
+    """The `defer` of a placement, or of the run that it repeats. Raises as with_placement."""
+    if placement is not None and placement.startswith(PREFIX):
+        placement = read_trace(placement.removeprefix(PREFIX)).header.spec.get("placement")
+        if placement is not None and placement.startswith(PREFIX):
+            return deferred(placement)
+    return 0 if placement is None else placement_policy(placement).defer
+
+
 def said(policy: PlacementPolicy, spec: Spec) -> str:
     """NAME,KEY=VALUE… with every cost that the policy uses, so that a replay, which measures
     nothing, decides the same."""
@@ -82,4 +92,5 @@ def said(policy: PlacementPolicy, spec: Spec) -> str:
     parts = [policy.scheduler, *(f"{name}={value!r}" for name, value in costs.items())]
     parts += [f"predict={policy.predict}"] if policy.predict else []
     parts += [] if policy.buffers is None else [f"buffers={policy.buffers}"]
+    parts += [f"defer={policy.defer}"] if policy.defer else []
     return ",".join([*parts, f"hit={policy.hit!r}"])

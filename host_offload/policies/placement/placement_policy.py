@@ -86,6 +86,10 @@ class PlacementPolicy:
     hit: float = 1.0
     """R_hit at the start."""
     learned: Learned | None = None
+    defer: int = 0
+    """Experts of a token, those of least weight, that the second processor may compute while the
+    device goes on: their rows are added after the next layer's experts (KTransformers, SOSP 2025,
+    "expert deferral"; decode steps alone, and not in the last layer). THIS CHANGES OUTPUTS."""
     buffers: int | None = None
     """Cells of each layer for prefetched experts, beside a hot table (static.hot_beside_prefetches,
     a separate policy); None: residents are the experts that eviction leaves."""

@@ -141,6 +141,8 @@ SCHEDULERS: dict[str, Scheduler] = {
     "fate": fate,
     "klotski": klotski,
     "dali": dali,
+    # Misses stay on the CPU; PlacementPolicy.defer is what it adds.
+    "ktransformers": fiddler,
     "no-prediction": unpredicted,
 }
 """Name → arm."""

@@ -19,11 +19,13 @@ NAME = llapor.NAME
 
 
 class SeenRows(NamedTuple):
-    """A router's input and choice in a step."""
+    """A router's input and choice in a step, and whose rows they are."""
 
     gate_input: np.ndarray
     ids: np.ndarray
     weights: np.ndarray
+    request: np.ndarray
+    position: np.ndarray
 
 
 class Tuner:
@@ -81,18 +83,24 @@ class Tuner:
         self, kept: list[list[SeenRows]], arrays: Mapping[str, np.ndarray], seed: int
     ) -> dict[str, np.ndarray]:
         # Only learning loads Optax, not looking up a policy's name.
-        from host_offload.policies.prefetch.training import LayerSamples
+        from host_offload.policies.prefetch.training import LayerSamples, next_tokens
 
         found, stride = dict(arrays), self._policy.fitted.setting("stride")
-        for layer in range(len(kept[0]) - stride):
-            here = [step[layer] for step in kept]
-            later = [step[layer + stride].ids for step in kept]
-            gate_input, ids, weights = map(np.concatenate, zip(*here, strict=True))
-            some = LayerSamples(
-                finite(gate_input), ids, weights.astype(np.float32), np.concatenate(later)
-            )
-            settings = self._policy.rate, self._policy.iterations, seed
-            new = tune_layer(of_layer(arrays, layer), some, *settings)
+        columns = [
+            SeenRows(*map(np.concatenate, zip(*rows, strict=True)))
+            for rows in zip(*kept, strict=True)
+        ]
+        before, after = next_tokens(columns[0].request, columns[0].position)
+        for layer, here in enumerate(columns):
+            own, target = of_layer(arrays, layer), (layer + stride) % len(columns)
+            later = columns[target].ids
+            some = LayerSamples(finite(here.gate_input), here.ids, here.weights, later)
+            if target < layer:  # a layer of the next token
+                some = some.of(before)._replace(later=later[after])
+            if not own or not len(some.ids):
+                continue
+            some = some._replace(weights=some.weights.astype(np.float32))
+            new = tune_layer(own, some, self._policy.rate, self._policy.iterations, seed)
             found |= {f"{layer}.{name}": array for name, array in new.items()}
         return found
 
@@ -134,9 +142,10 @@ class LearnedOnline(Learned):
         return self.init(spec).tuner
 
     def watch(self, networks: Tuner, seen: Observation) -> None:
-        networks.see(
-            seen.layer, SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
+        rows = SeenRows(
+            seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0], seen.request, seen.position
         )
+        networks.see(seen.layer, rows)
 
     def stats(self, state: Learning) -> dict[str, int]:
         """Statistics: rounds whose networks came into use."""

@@ -117,13 +117,18 @@ def layer_samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
     found = LayerSamples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     if target > layer:
         return found
-    request, position = trace.array("token.request"), trace.array("token.position")
+    here, following = next_tokens(trace.array("token.request"), trace.array("token.position"))
+    later = np.full_like(found.later, -1)
+    later[here] = found.later[following]
+    return found._replace(later=later)
+
+
+def next_tokens(request: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, row of the next token of the same request), of those of which both are there."""
     order = np.lexsort((position, request))
     here, following = order[:-1], order[1:]
     follows = (request[here] == request[following]) & (position[here] + 1 == position[following])
-    later = np.full_like(found.later, -1)
-    later[here[follows]] = found.later[following[follows]]
-    return found._replace(later=later)
+    return here[follows], following[follows]
 
 
 def leave_out(trace: Trace, share: float) -> np.ndarray:

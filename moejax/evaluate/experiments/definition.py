@@ -466,7 +466,7 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
         found["costs"] = str(home / found["costs"])
     found["options"] = found.get("options", {})
     found["baseline"] = found.get("baseline") or found["policies"][0]
-    sources = {Path(text).stem: _text_path(text, home) for text in texts}
+    sources = {Path(text).stem: text_path(text, home) for text in texts}
     if len(sources) < len(texts):
         raise UserError("two texts have the same name; rename one of the files")
     precision = ("dense", *found.get("precision", ()))
@@ -483,7 +483,7 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
     )
 
 
-def _text_path(name: str, home: Path) -> Path:
+def text_path(name: str, home: Path) -> Path:
     """Returns the file of a text: one of TEXTS, or a path, from `home` unless it is absolute.
     Raises UserError if there is none."""
     if name in TEXTS:

@@ -14,8 +14,11 @@ from host_offload.control.window import WindowSpec
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
+from host_offload.policies.placement.placement_names import deferred
+from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.sizing.tiers import StorageModel
+from host_offload.traces.schema import TraceError
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
@@ -244,7 +247,10 @@ def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> Second
     if own == "cpu" or (own, platform) == ("xla", "cpu"):
         name = own
     same = (name, "cpu") == (own, platform)
-    return SecondProcessor(name, same_bits=same)
+    given = (p.defer for p in settings.policies if isinstance(p, PlacementPolicy))
+    with user_errors(TraceError):
+        defer = next(given, deferred(settings.placement))
+    return SecondProcessor(name, same_bits=same, defer=defer)
 
 
 def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:
@@ -474,6 +480,12 @@ def _result_notes(steps: StepSpec) -> list[str]:
             "missed experts that a placement gives to the CPU are computed by another "
             f"implementation ({second.implementation}) with other bits: outputs are a function of "
             "the placement, which a trace records"
+        )
+    if second is not None and second.defer:
+        notes.append(
+            f"placement defer={second.defer} CHANGES OUTPUTS: in decode steps as many experts of a "
+            "token, if the CPU computes them, are added a layer late, so tokens and logits depend "
+            "on which experts are resident; they are not those of full residency"
         )
     if steps.ops.arithmetic != "exact":
         notes.append(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from host_offload.memory.tables import Copy
 from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
@@ -88,6 +89,10 @@ class CopyTransport(Transport):
         """Negative cell numbers, for records without a cell."""
         self._admitted: list[tuple[int, jax.Array]] = []
         """(layer, result of `admit`) of stage lists that were carried out and not yet read."""
+        self._arriving: dict[tuple[int, int], tuple[int, int]] = {}
+        """(layer, expert) → (ticket, arena row) of begin_copies."""
+        self._ended: dict[tuple[int, int], bool] = {}
+        """Results of ended_copies that are known already."""
         self._failed: list[tuple[int, TransferFailure]] = []
         """Experts that could not be computed, with the number of their step."""
         self._steps = 0
@@ -237,10 +242,11 @@ class CopyTransport(Transport):
     def land_arrived(self) -> None:
         """Moves records that came ahead of need into their cells."""
         cells = {ticket: row for row, ticket in self._awaited.items()}
+        beside = {ticket for ticket, _ in self._arriving.values()}
         for ticket in self.device_queue.arrived():
             if ticket in cells:
                 self.land(cells[ticket], ticket)
-            else:  # of a step that ended early
+            elif ticket not in beside:  # of a step that ended early
                 self.device_queue.drop(ticket)
 
     def drop(self, row: int) -> None:
@@ -296,6 +302,32 @@ class CopyTransport(Transport):
             for transfer, ticket in zip(some, tickets, strict=True):
                 self.land(transfer.cell, ticket)
 
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Does as Transport.begin_copies: into staging, and into the cells when ended_copies says
+        so, by programs that follow all that read what the cells had before."""
+        for layer, expert, version, row in copies:
+            transfer = Transfer(layer, expert, version, row, "transition")
+            self._arriving[layer, expert] = self.device_queue.submit(transfer), row
+        self.device_queue.begin()
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        self.device_queue.begin()
+        there = {*self.device_queue.arrived()}
+        self._end_copies(lambda ticket: ticket in there or self.device_queue.failed(ticket))
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def _end_copies(self, due: Callable[[int], bool]) -> None:
+        """Moves records of begin_copies into their cells, those whose tickets are due."""
+        for place, (ticket, row) in [*self._arriving.items()]:
+            if due(ticket):
+                del self._arriving[place]
+                self._ended[place] = True
+                try:
+                    self.land(row, ticket)
+                except TransferLost:
+                    self._ended[place] = False
+
     def begin_output(self) -> tuple:
         """Returns the number of the step in place of an arena's writes."""
         number, self._steps = self._steps, self._steps + 1
@@ -316,6 +348,7 @@ class CopyTransport(Transport):
     def drain(self) -> None:
         """Dispatches the programs that move all records on their way into their cells."""
         self.queue_admitted()
+        self._end_copies(lambda ticket: True)
         for row, ticket in [*self._awaited.items()]:
             try:
                 self.land(row, ticket)

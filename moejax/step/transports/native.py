@@ -66,6 +66,9 @@ class NativeTransport(Transport):
         return (self._buffers.arena.token,)
 
     def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Does as Transport.begin_copies. First it waits for the programs so far: whatever had
+        these rows before, none of them can still read or write there."""
+        jax.block_until_ready((self._buffers.arena, self._buffers.tables))
         sources, row_bytes = self._memory.sources, 2 * self._memory.hidden
         assert sources is not None and not self._in_files
         for layer, expert, version, row in copies:

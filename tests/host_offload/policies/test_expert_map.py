@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import subprocess
 import threading
 import time
 from typing import Any
@@ -23,6 +24,7 @@ from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
 from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
 from host_offload.policies.prefetch.expert_map.map_matcher import (
+    RESTARTS,
     AsynchronousMatcher,
     MapMatcher,
     Published,
@@ -387,23 +389,35 @@ def test_searches_beside_inference_take_none_of_its_process(told):
         assert one.step == other.step and np.array_equal(one.likely, other.likely)
     assert beside < used / 3
     process = matcher._process
-    del matcher
-    gc.collect()
-    assert process.wait(10) == 0
+    # A child has the process's input open, as a forked one would: its end is not waited for.
+    assert process.stdin is not None
+    with subprocess.Popen(["sleep", "30"], pass_fds=[process.stdin.fileno()]) as child:
+        began = time.monotonic()
+        del matcher
+        gc.collect()
+        assert process.returncode is not None and time.monotonic() - began < 10
+        child.kill()
 
 
-def test_a_search_that_fails_beside_inference_says_so(trace, told):
+def test_a_search_that_fails_beside_inference_says_so(trace, told, caplog):
     matcher = asynchronous(trace).init(told).matcher
     assert isinstance(matcher, AsynchronousMatcher)
     matcher.publish(dataclasses.replace(moment(Moment.EMBEDDED, [4]), embedding=None))
     matcher.wait()
     with pytest.raises(TypeError, match="NoneType"):
         matcher.take_found()
-    matcher._process.kill()
-    matcher.publish(moment(Moment.EMBEDDED, [4], step=1))
-    matcher.wait()
-    with pytest.raises(RuntimeError, match="map searches ended with status -9"):
-        matcher.take_found()
+    # A process that is killed fails no step: another one searches, at last none.
+    for end in range(RESTARTS + 1):
+        matcher._process.kill()
+        for step in (2 * end + 1, 2 * end + 2):
+            matcher.publish(moment(Moment.EMBEDDED, [4], step=step))
+            matcher.wait()
+        found = [prediction.step for prediction in matcher.take_found()]
+        assert found == ([2 * end + 2] if end < RESTARTS else [])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == RESTARTS + 1 and "ended with status -9; another one begins" in said[0]
+    assert "no more experts are prefetched" in said[-1]
+    assert matcher.ends == RESTARTS + 1 and matcher.left_out == RESTARTS + 2
 
 
 def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_path):

@@ -186,6 +186,19 @@ def test_a_correction_separates_computing_from_moves():
     assert correct(3 * compute, compute, np.zeros(64), (1.0, 7.0)) == (3.0, 7.0)
 
 
+def test_steps_that_are_read_two_by_two_all_count():
+    """More of them take no time than take that of two."""
+    compute, moves = np.full(63, 1.0), np.random.default_rng(0).integers(0, 5, 63).astype(float)
+    seconds = 3 * compute + 2 * moves
+    read = np.zeros(63)
+    read[1::2] = seconds[:-1:2] + seconds[1::2]
+    found = (1.0, 1.0)
+    for _ in range(8):
+        found = correct(read, compute, moves, found)
+    said = found[0] * compute + found[1] * moves
+    assert said.sum() == pytest.approx(read.sum(), rel=0.1)
+
+
 def test_settings_come_back_from_a_trace():
     made = an_auto(arms=("lfu", "lru"), forced=3, ratios=(2.0, 0.5), link=Link(1e9, 1e-6))
     assert auto_of(made.said) == made

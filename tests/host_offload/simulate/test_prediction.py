@@ -266,5 +266,8 @@ def test_a_second_processor_without_costs_is_refused(tmp_path):
     script, moments = {(Moment.EXPERTS_BEGIN, 0): beside}, {Moment.EXPERTS_BEGIN}
     away = scripted(script, moments=moments, writes={"execute", "load_order"})
     trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    late = f"{FIDDLER.format(0, 0)},defer=1"
+    with pytest.raises(CostError, match="defers experts is measured, not predicted"):
+        predict(trace, MODEL, cells=2, driver="host", placement=late)
     with pytest.raises(CostError, match="name the placement with its costs"):
         predict(trace, MODEL, cells=2, driver="host", policies=[away])

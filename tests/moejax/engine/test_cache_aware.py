@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from typing import Any
 
 import jax
@@ -22,9 +24,11 @@ from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.results_file import read_lines
 from moejax.serve.cluster.fleet import Generator
 from moejax.serve.cluster.workers import Scale, worker_options
-from moejax.step.buddies import StandIns, substitute
+from moejax.step import buddies
+from moejax.step.buddies import StandIns, read_buddies, substitute
 from moejax.step.layer_programs import layer_program
 from moejax.step.programs import ProgramKey
+from tests.host_offload.traces.traces_of import write_trace
 from tests.moejax.engine.scenes import GREEDY, at_rest, open_llm, same_bits
 from tests.moejax.engine_runs import Job, mixed_jobs, run
 from tests.moejax.models.families import write_checkpoint
@@ -114,6 +118,20 @@ def test_buddies_stand_in_for_missing_experts():
         assert after[0].tolist() == sorted(want)
         np.testing.assert_array_equal(after[1], given[order])
     assert swaps > 10 and not all(np.array_equal(a, b) for a, b in zip(ids, found[0], strict=True))
+
+
+def test_a_trace_teaches_buddies_once(tmp_path, monkeypatch):
+    """A start asks for them several times; another trace at the same path is read anew."""
+    seen, alike = [], buddies._alike
+    monkeypatch.setattr(buddies, "_alike", lambda *args: seen.append(1) or alike(*args))
+    text = f"buddies={tmp_path / 'a'}"
+    for written, pair in enumerate(([0, 1], [0, 3]), 1):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        write_trace(tmp_path / "a", [np.array([[pair]])], 4)
+        os.utime(tmp_path / "a/trace.json", ns=(written, written))
+        for _ in range(3):
+            assert read_buddies(text, 1, 4).table[0][0][0] == pair[1]
+        assert len(seen) == written
 
 
 @pytest.mark.slow

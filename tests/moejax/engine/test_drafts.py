@@ -308,12 +308,13 @@ def test_guesses_are_what_followed_before(tokens, longest, shortest, guess):
     assert look_up(np.array(tokens, np.int32), longest, shortest, 4).tolist() == guess
 
 
-def spend(choice: Choice, steps: int, gain: float, noise: float = 0.0) -> float:
-    """Steps with drafts take twice as long and give so many times as many tokens a second. Returns
-    tokens a second, 1 without drafts."""
+def spend(choice: Choice, steps: int, *gains: float, noise: float = 0.0) -> float:
+    """Steps with drafts take twice as long and give so many times as many tokens a second, by
+    length. Returns tokens a second, 1 without drafts."""
     rng, tokens, seconds = np.random.default_rng(0), 0.0, 0.0
     for _ in range(steps):
-        step = (2 * gain, 2.0) if choice.drafts else (1.0, 1.0)
+        number = choice.lengths.index(choice.length)
+        step = (2 * gains[number - 1], 2.0) if number else (1.0, 1.0)
         took = step[1] * (1 + noise * rng.random())
         choice.add(step[0], took)
         tokens, seconds = tokens + step[0], seconds + took
@@ -338,6 +339,15 @@ def test_drafts_begin_again_where_they_pay():
     spend(choice, 2 * WINDOW + TRIAL, 0.7)
     assert not choice.on  # without waiting for the end of the hold
     assert spend(choice, 200, 0.7) > 0.97
+
+
+@pytest.mark.parametrize(("gains", "best"), [((0.7, 0.5), 0), ((1.5, 1.1), 2), ((1.3, 2.0), 4)])
+def test_the_fastest_length_is_found(gains, best):
+    """Also when another one becomes the fastest."""
+    choice = Choice((0, 2, 4))
+    assert spend(choice, 1500, *gains) > 0.94 * max(1, *gains) and choice.on == best
+    assert spend(choice, 1500, *gains[::-1], noise=0.5) * 1.25 > 0.9 * max(1, *gains)
+    assert choice.on == {0: 0, 2: 4, 4: 2}[best]
 
 
 def test_a_choice_is_by_the_requests_that_decode(demo, monkeypatch):
@@ -411,7 +421,7 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     count = len(out.outputs[0].token_ids)
     assert said["accepted_tokens"] > 5 and 0 < said["acceptance_rate"] <= 1
     assert 1 + steps["decode"] + said["accepted_tokens"] in (count, count + 1)
-    assert said["choices"][0]["on"] and said["choices"][0]["requests_at_most"] == 1
+    assert said["choices"][0]["tokens"] == 4 and said["choices"][0]["requests_at_most"] == 1
     seen = np.concatenate([step.position for step in read_trace(trace).step_traces()])
     assert sorted(seen.tolist()) == list(range(4 + count - 1))
 

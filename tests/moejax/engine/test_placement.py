@@ -203,6 +203,58 @@ def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypat
 
 
 @pytest.mark.slow
+def test_deferred_experts_are_added_a_layer_later(tmp_path, monkeypatch):
+    """KTransformers' rule, by hand: without cells all experts are the CPU's, and a token's two of
+    least weight come after the next layer's; in decode steps alone, and in the last layer none. A
+    repeat of the run has its bits."""
+    seen: list = []
+    compute = processors.Processor.compute
+
+    def watched(self, parts, inputs):
+        x = np.asarray(inputs.x)
+        after, counts = compute(self, parts, inputs)
+        seen.append((self, inputs._replace(x=x), np.asarray(after)))
+        return after, counts
+
+    monkeypatch.setattr(processors.Processor, "compute", watched)
+    nobody = {"expert_budget": 0, "trace": tmp_path / "run"}
+    with placed("queue", f"ktransformers,{COSTS},load=1ms,defer=2", **nobody) as llm:
+        wanted = run(llm, mixed_jobs()[:2], check=False)
+        stats, notes = llm.stats()["placement"], llm.plan.budget.notes
+        rows = [of_layer(*each) for each in seen]
+    assert not same_bits(wanted, at_rest()) and not stats["same_bits"]
+    assert any("placement defer=2 CHANGES OUTPUTS" in note for note in notes)
+    left, deferred = 0.0, 0
+    for step, layer, x, after, y, weights in rows:
+        late = np.zeros(weights.shape, bool)
+        left = left if layer else 0.0
+        if step == "decode" and layer < 3:
+            np.put_along_axis(late, np.argsort(weights, axis=1)[:, :2], True, axis=1)
+        late &= np.abs(y).max(axis=2) > 0  # not of padding
+        parts = weights[:, :, None] * y
+        expected = x + np.where(late[:, :, None], 0, parts).sum(axis=1) + left
+        np.testing.assert_allclose(after, expected, rtol=0.02, atol=0.02)
+        left = np.where(late[:, :, None], parts, 0).sum(axis=1)
+        deferred += int(late.sum())
+    assert stats["deferred"] == deferred > 50
+    with placed("queue", f"recorded={tmp_path / 'run'}", expert_budget=0) as llm:
+        assert same_bits(run(llm, mixed_jobs()[:2], check=False), wanted)
+
+
+def of_layer(processor, inputs, after):
+    """(kind, layer, x, x after the experts, float32[T, K, D] rows of experts, weights), of a layer
+    whose experts are all the second processor's."""
+    step, layer, x, normed, routing = inputs
+    ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
+    given = step, layer, dict.fromkeys(range(16), 0), normed
+    rows, slots, _ = processor._thread.submit(processor._compute_rows, *given, ids).result()
+    y = np.zeros((ids.size, rows.shape[1]), np.float32)
+    y[slots] = rows
+    numbers = (each.astype(np.float32) for each in (x, after))
+    return step.kind, layer, *numbers, y.reshape(*ids.shape, -1), weights
+
+
+@pytest.mark.slow
 def test_a_recording_without_a_placement_is_refused(tmp_path):
     with placed("queue", trace=tmp_path / "run") as llm:
         run(llm, mixed_jobs()[:1], check=False)

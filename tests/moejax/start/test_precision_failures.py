@@ -3,6 +3,7 @@ follow find every expert where the tables say, with the bytes of its version."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
+from host_offload.control.transfers import DeviceChanges
+from host_offload.memory.tables import Copy
 from moejax import LLM, SamplingParams, UserError
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
+from tests.moejax.engine.scenes import QUEUE, delay
 from tests.moejax.engine.test_control import FakeRunner, step_record
 
 PROMPT = ["The old house stood on"]
@@ -128,8 +132,7 @@ def watch_copies(monkeypatch, llm: LLM) -> list[int]:
     decode = runner.decode
 
     def watched(*args, **kwargs):
-        queue = runner.transport.queue
-        assert queue is not None
+        queue = runner.transport.queue or runner.transport.device_queue
         written = {each.transfer.cell for each in queue.observe().flying}
         held = set(np.asarray(runner.tables.address).ravel().tolist())
         assert held.isdisjoint(written), "an entry points to bytes that are still to come"
@@ -141,10 +144,14 @@ def watch_copies(monkeypatch, llm: LLM) -> list[int]:
 
 
 @pytest.mark.slow
-def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch):
+@pytest.mark.parametrize("options", [ARRIVAL, ARRIVAL | QUEUE], ids=["link", "jax"])
+def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch, options):
     """DynaExq's handle changes after the last byte: over a slow link experts keep their old version
-    through many steps. Planted: one that takes the new version at once."""
-    with LLM("demo", **ARRIVAL) as llm:
+    through many steps, also by jax's own copies. Planted: one that takes the new version at
+    once."""
+    with LLM("demo", **options) as llm:
+        if options is not ARRIVAL:
+            delay(llm)
         beside = watch_copies(monkeypatch, llm)
         waited = -waits_of(llm)
         for _ in range(3):
@@ -165,7 +172,7 @@ def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch):
 
 
 def waits_of(llm: LLM) -> float:
-    return llm.stats()["transfers"]["wait_seconds"]
+    return llm.stats()["transfers"]["wait_seconds"] or 0.0
 
 
 def places(llm: LLM) -> set[tuple[int, int]]:
@@ -195,6 +202,26 @@ def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
     assert not np.asarray(runner.tables.prior).any()
     control.before_step(2)
     np.testing.assert_array_equal(runner.tables.prior, prior)
+
+
+def test_of_copies_only_a_refused_one_is_begun_again():
+    """The queue would write to the memory of the first one's mark after that was freed."""
+    copies, begun, refused = [Copy(0, expert, 1, 8 * expert) for expert in range(3)], [], []
+
+    def begin(given):
+        if copies[1] in given and not refused:
+            refused.append(1)
+            no_memory()
+        begun.extend(given)
+
+    changes = DeviceChanges(copies=copies[:])
+    controller: Any = SimpleNamespace(arriving=None, changes=changes, stages=lambda number: [])
+    device: Any = SimpleNamespace(prepare=lambda controller: None, begin_copies=begin)
+    control = Control(device, controller)
+    with pytest.raises(Refused):
+        control._stages(0)
+    control._stages(1)
+    assert begun == copies and not changes.copies
 
 
 def no_memory() -> None:

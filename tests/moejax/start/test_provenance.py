@@ -3,10 +3,13 @@
 import dataclasses
 import hashlib
 
+import numpy as np
+
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.decide import start_plan
 from moejax.start.options import OPTIONS, Keywords
 from moejax.start.provenance import DEFAULTS, decided_by
+from tests.host_offload.traces.traces_of import write_trace
 
 KNOWN = {1: "4f6773e6caf6a2c3", 2: "b7dc5264cf6384a3", 3: "e52d7cbb4ef29cd1", 4: "b0f30df95f5254b6"}
 """provenance.DEFAULTS -> a digest of the defaults that decide bits."""
@@ -32,3 +35,18 @@ def test_options_that_are_files_count_by_content(tmp_path, demo_dir):
     assert decided_by(demo_dir, {"name_map": str(tmp_path / "b")}) == before
     (tmp_path / "b").write_text("two")
     assert decided_by(demo_dir, {"name_map": tmp_path / "b"}) != before
+
+
+def test_buddies_count_by_what_their_trace_says(tmp_path, demo_dir):
+    def decided(name: str) -> str:
+        option = f"buddies={tmp_path / name},spread=10%"
+        return decided_by(demo_dir, {"cache_aware_routing": option})["cache_aware_routing"]
+
+    ids = [np.array([[[0, 1]], [[1, 2]]])]
+    write_trace(tmp_path / "a", ids, 4)
+    before = decided("a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert decided("b") == before and before.endswith(",spread=10%")
+    write_trace(tmp_path / "a", [ids[0] + 1], 4)
+    assert decided("a") != before
+    assert str(tmp_path / "gone") in decided("gone")  # the workers of a cluster may have it

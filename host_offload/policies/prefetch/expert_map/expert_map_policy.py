@@ -132,10 +132,13 @@ class ExpertMap(MapPolicy):
     def stats(self, state: Matching) -> dict[str, Any]:
         """Statistics: searches (moments of steps that were seen), late (results that came too late,
         and searches that were skipped for that reason), learned_bytes (current size), maps (in the
-        store), similarity (mean over matches of trajectories, of the least similar row), and
-        maps_for (similarity that the paper promises of a new iteration → maps for it)."""
-        matcher, late = state.matcher, state.late
-        late += matcher.left_out if isinstance(matcher, AsynchronousMatcher) else 0
+        store), similarity (mean over matches of trajectories, of the least similar row),
+        maps_for (similarity that the paper promises of a new iteration → maps for it), and with
+        searches in another process ended (how often it ended and began anew)."""
+        matcher, late, beside = state.matcher, state.late, {}
+        if isinstance(matcher, AsynchronousMatcher):
+            late += matcher.left_out
+            beside["ended"] = matcher.ends
         return {
             "searches": state.searches,
             "late": late,
@@ -143,6 +146,7 @@ class ExpertMap(MapPolicy):
             "maps": matcher.size,
             "similarity": state.similarity / max(state.matches, 1),
             "maps_for": covering_maps(*state.likely.shape),
+            **beside,
         }
 
     def decide(self, state: Matching, seen: Observation) -> tuple[Matching, Decision]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -23,6 +24,11 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     Trajectory,
     with_rows,
 )
+
+log = logging.getLogger("moejax")
+
+RESTARTS = 3
+"""Times that a process of searches is started anew before searches end."""
 
 IN_STEP = frozenset({Moment.EMBEDDED, Moment.ROUTED})
 """The moments of predictions."""
@@ -103,26 +109,22 @@ class AsynchronousMatcher:
 
     It sees moments in the order in which they are published. A search for a step that has already
     been followed by another one is skipped, since nothing can use it. The process ends with the
-    matcher. Until it has started, searches are late.
+    matcher. Until it has started, searches are late. If it is killed, another one begins with the
+    maps of the start, which a warning says; after RESTARTS of them steps run without searches.
     """
 
     def __init__(self, matcher: MapMatcher):
         self.nbytes, self.size, self._newest = matcher.nbytes, matcher.size, -1
-        call = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        call += f"from {__name__} import answer_searches; answer_searches()"
-        # In a group of its own: Ctrl-C is for this process, with which the other one ends.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", call, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,
-        )
-        weakref.finalize(self, _end, self._process)
+        self._begun = matcher
+        self._process = _start_process()
+        self._finalizer = weakref.finalize(self, _end, self._process)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="expert-map")
         """Waits for the other process."""
         self._pending: list[Future[MapPrediction | None]] = []
         self.left_out = 0
         """Searches that were skipped."""
+        self.ends = 0
+        """Processes that ended by themselves."""
         self._pending.append(self._thread.submit(self._send, matcher))
 
     def publish(self, seen: Observation) -> None:
@@ -147,20 +149,38 @@ class AsynchronousMatcher:
             future.exception()
 
     def _see(self, seen: Published) -> MapPrediction | None:
-        if seen.moment in IN_STEP and seen.step < self._newest:
-            self.left_out += 1
+        late = seen.moment in IN_STEP and seen.step < self._newest
+        if late or self.ends > RESTARTS:
+            self.left_out += seen.moment in IN_STEP
             return None
         self._send(seen)
         assert self._process.stdout is not None
         try:
             answer = pickle.load(self._process.stdout)
-        except EOFError:
-            status = self._process.wait()
-            raise RuntimeError(f"the process of map searches ended with status {status}") from None
+        except (EOFError, pickle.UnpicklingError):  # it ended, maybe within an answer
+            self._begin_again()
+            self.left_out += seen.moment in IN_STEP
+            return None
         if isinstance(answer, Exception):
             raise answer
         prediction, self.nbytes, self.size = answer
         return prediction
+
+    def _begin_again(self) -> None:
+        """Starts another process for one that ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self._finalizer()
+        self.ends += 1
+        ended = f"the process of map searches ended with status {self._process.returncode}"
+        if self.ends > RESTARTS:
+            log.warning("%s, for the %dth time: no more experts are prefetched", ended, self.ends)
+            return
+        log.warning("%s; another one begins with the maps of the start", ended)
+        self.nbytes, self.size = self._begun.nbytes, self._begun.size
+        self._process = _start_process()
+        self._finalizer = weakref.finalize(self, _end, self._process)
+        self._send(self._begun)
 
     def _send(self, value: MapMatcher | Published) -> None:
         assert self._process.stdin is not None
@@ -189,7 +209,21 @@ def answer_searches() -> None:
         answers.flush()
 
 
+def _start_process() -> subprocess.Popen[bytes]:
+    call = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    call += f"from {__name__} import answer_searches; answer_searches()"
+    # In a group of its own: Ctrl-C is for this process, with which the other one ends.
+    return subprocess.Popen(
+        [sys.executable, "-c", call, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Closes its input, at whose end it ends.
+    # At the end of its input it ends too, but a forked child of this process holds that open. In
+    # such a child the process counts as ended, and nothing is killed.
+    process.kill()
     with contextlib.suppress(BrokenPipeError), process:
         pass

@@ -323,6 +323,24 @@ def test_rounds_learn_from_what_steps_route_and_come_into_use_between_steps(trac
         assert np.array_equal(state.tuner.arrays[kept], before[kept])
 
 
+def test_networks_of_the_last_layers_learn_on_too(trace, begun):
+    """They predict the first layers of a request's next token, which another step routes."""
+    state, last = begun.init(spec_of(trace.header)), LAYERS - 1
+    before = state.tuner.arrays
+    for seen in itertools.islice(observations(trace), 26 * LAYERS):
+        state, _ = begun.decide(state, seen)
+        state.tuner.wait()
+    some = layer_samples(trace, last, 1)
+    some = some.of(some.later[:, 0] >= 0)
+    was, now = (
+        recall_of(
+            scores(of_layer(arrays, last), some.gate_input, some.ids, some.weights), some.later
+        )
+        for arrays in (before, state.tuner.arrays)
+    )
+    assert now > was + 0.05
+
+
 def test_no_step_waits_for_a_round(trace, begun, monkeypatch):
     """A round that does not end until the run is over: all steps go on with what there was. The
     policy begins in the middle of a step, which is left out."""
