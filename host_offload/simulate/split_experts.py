@@ -74,7 +74,7 @@ def play_split(
     """
     timeline, pager, seconds = Timeline(link, record=False), None, []
     moved = hits = needed = 0
-    foreseen, buffers = iter(predicted or ()), itertools.count()
+    foreseen, buffers = iter(() if predicted is None else predicted), itertools.count()
 
     def fetch(layer: int, expert: int, cause: str) -> tuple[int, int]:
         """Returns (ticket, bytes) of what is not cached of an expert."""
