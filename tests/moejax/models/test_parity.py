@@ -898,9 +898,9 @@ WRONG = {
     "Qwen3_5Moe": _text_pair_at_rest,
     "Flint": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
     "Cohere2Moe": _one_pair_at_rest,
-    "Llama4": _other("config.floor_scale", lambda scale: 2 * scale),
+    "Llama4": _other("model.layers.1.self_attn.floor_scale", lambda scale: 2 * scale),
     "Gemma4": _other("config.final_logit_softcapping", lambda cap: 0.9 * cap),
-    "Mellum": _other("model.layers.0.self_attn.sliding_window", lambda window: None),
+    "Mellum": _other("config.sliding_window", lambda window: window + 1),
     "Laguna": _other("model.layers.1.mlp.routed_scaling_factor", lambda scale: 1.1 * scale),
     "GraniteMoeSWA": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
 }
