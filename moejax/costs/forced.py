@@ -43,12 +43,14 @@ class Case:
     """Decode steps that are alike.
 
     - `active`, `missing`: experts of each layer; missing experts are read through or fill cells.
+    - `own`: the model routes, with `active` cells of each layer.
     """
 
     rows: int
     active: int
     missing: int = 0
     read_through: bool = False
+    own: bool = False
     watched: tuple[Moment, ...] = ()
     """Moments at which policies look; they decide nothing."""
     prompt: int = 1
@@ -85,11 +87,11 @@ class Onlooker:
 
 
 class ForcedRunner:
-    """A runner whose decode steps take their routing from a queue."""
+    """A runner whose decode steps take their routing from a queue; None: the model routes."""
 
     def __init__(self, runner: Executor):
         self._runner = runner
-        self.queue: deque[Routing] = deque()
+        self.queue: deque[Routing | None] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -161,7 +163,7 @@ class ForcedSteps:
             engine.step()
         # Hits pin all cells if misses are read through; else as many experts are absent as move.
         most = case.active if case.read_through else min(self.cells + case.missing, self.experts)
-        self.grant(most - case.missing)
+        self.grant(case.active if case.own else most - case.missing)
         self._plan(case, count)
         self._watch(case)
         self._steps.clear()
@@ -235,8 +237,11 @@ class ForcedSteps:
 
     def _plan(self, case: Case, steps: int) -> None:
         """Queues the routing of `steps` steps."""
-        pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
+        if case.own:
+            self._forced.queue.extend([None] * steps)
+            return
+        pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         for _ in range(steps):
             active = np.zeros((self.layers, self.experts), bool)
             for layer in range(self.layers):

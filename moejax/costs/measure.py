@@ -76,8 +76,15 @@ def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> 
     return model
 
 
-def measure(runner: Executor, *, report: Callable[[str], None] | None = None) -> CostModel:
-    """Measures a runner that has run nothing. Its tables are as before, with nothing resident.
+def measure(
+    runner: Executor,
+    *,
+    rounds: int | None = None,
+    report: Callable[[str], None] | None = None,
+) -> CostModel:
+    """Measures a runner that nothing else uses. Its tables are as before, with nothing resident.
+
+    - `rounds`: over all cases (default: ROUNDS, or fewer that take SECONDS).
 
     Raises UserError for an arena that is too small, and for experts of several versions or in
     files.
@@ -106,10 +113,10 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
         say("compiling")
         _round(forced, cases, 1, {}, {})  # is not kept
         started, watch = time.perf_counter(), ProcessorWatch()
-        for number in range(1, ROUNDS + 1):
+        for number in range(1, (most := rounds or ROUNDS) + 1):
             if number > LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
-            say(f"round {number} of {ROUNDS}")
+            say(f"round {number} of {most}")
             _round(forced, cases, STEPS, decoded, swept)
         others, figures = watch.others(), _figures(runner, decoded, swept)
         if runner.steps.owned:
@@ -187,8 +194,11 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
         found += [Case(rows, active) for active in sorted(counts) if active <= cells]
     if prompt := _long_prompt(runner):
         found.append(Case(min(4, shapes.rows), k, prompt=prompt))
+    # The model's own routing, without which a step could not tell what forcing costs.
+    found += [Case(rows, cells, own=True) for rows in sorted({1, *buckets})]
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
     rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
+    found += [Case(rows, cells // part, own=True) for part in (2, 4) if cells // part]
     found.append(Case(rows, k, watched=(Moment.STEP_END,)))
     if runner.driver == "host":
         found.append(Case(rows, k, watched=(Moment.STEP_END, Moment.ROUTED)))
@@ -220,7 +230,7 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     prefill_steps = {key: _median(samples) for key, samples in swept.items()}
     prefill = _fit_step([*prefill_steps.values()])
     plain = [case for case in steps if not case.watched]
-    costs = _fit_decode([(shapes.bucket(case.rows), *steps[case]) for case in plain])
+    costs = _fit_decode([(shapes.bucket(c.rows), not c.own, *steps[c]) for c in plain])
     # One of them has steps that miss. Where there are hardly more experts than a token takes, no
     # step can be made that fills a few cells.
     first = costs[shapes.bucket(min(DECODE_TILE, shapes.rows))]
@@ -259,21 +269,25 @@ def _fit_step(steps: Sequence[tuple[float, Work]]) -> StepCost:
     return StepCost(*fit_costs([[1, *work] for _, work in steps], [s for s, _ in steps]))
 
 
-def _fit_decode(steps: Sequence[tuple[int, float, Work]]) -> dict[int, StepCost]:
-    """Returns the costs by executable that come nearest to the (rows of the executable, seconds,
-    work) of steps. A span costs the same in all, since only one executable has steps of rows with
-    several spans. In the others rows and spans are as many, and would share their costs."""
-    rows, kinds = sorted({rows for rows, *_ in steps}), 1 + len(Work._fields)
+def _fit_decode(steps: Sequence[tuple[int, bool, float, Work]]) -> dict[int, StepCost]:
+    """Returns the costs by executable that come nearest to the (rows of the executable, whether its
+    routing is forced, seconds, work) of steps.
+
+    A span costs the same in all, since only one executable has steps of rows with several spans. In
+    the others rows and spans are as many, and would share their costs. Forced steps have a `step`
+    of their own, which is no cost of a run.
+    """
+    rows, kinds = sorted({rows for rows, *_ in steps}), 2 + len(Work._fields)
     counts, span = np.zeros((len(steps), len(rows), kinds)), 1 + Work._fields.index("spans")
-    for i, (of, _, work) in enumerate(steps):
-        counts[i, rows.index(of)] = [1, *work]
+    for i, (of, forced, _, work) in enumerate(steps):
+        counts[i, rows.index(of)] = [not forced, *work, forced]
     counts[:, 0, span] = counts[:, :, span].sum(axis=1)
     counts[:, 1:, span] = 0
     each = counts.reshape(len(steps), -1).tolist()
-    found = fit_costs(each, [seconds for _, seconds, _ in steps])
+    found = fit_costs(each, [seconds for *_, seconds, _ in steps])
     costs = np.reshape(found, (len(rows), kinds))
     costs[:, span] = costs[0, span]
-    return {of: StepCost(*cost) for of, cost in zip(rows, costs.tolist(), strict=True)}
+    return {of: StepCost(*cost[:-1]) for of, cost in zip(rows, costs.tolist(), strict=True)}
 
 
 def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:

@@ -2,24 +2,28 @@
 
     python -m scripts.check predictions [--models demo tests/models/demo] [--rounds 5]
 
-The costs of a model are measured anew for each batch (`moejax calibrate`), on other steps than
-those that are predicted. Right afterwards policies × budgets run by turns, `--rounds` times each.
-Prints medians of the rounds and errors, model by model; exits with status 1 if an error is above
-15%.
+Costs are measured anew (`moejax calibrate`) before the first round of each model and batch and
+after every round, on other steps than those that are predicted. In a round policies × budgets run
+by turns. A round's error is that of the mean prediction by the costs before and after it, so that a
+machine whose speed drifts is compared with itself. Prints each place's medians over the rounds and
+the errors' ends; exits with status 1 if a median error is above 15%.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import statistics
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import moejax
-from moejax.cache import cache_root
+from host_offload.sizing.cost_model import CostModel
+from moejax.costs.measure import measure
 from moejax.costs.other_programs import ProcessorWatch
+from moejax.evaluate.experiments.bench import EngineBench, engine_bench, loaded_model
+from moejax.evaluate.experiments.definition import Cell, read_experiment
 from scripts.parts.commands import new_parser
 from scripts.parts.text_table import aligned
 
@@ -27,15 +31,18 @@ MOST = 0.15
 GRID: dict[str, Any] = {
     "policies": ["lru", "lfu"],
     "budgets": ["25%", "50%", "75%"],
-    "batch": [1, 8],
     "prompt_tokens": [64],
     "prompts": 8,
+    "repeats": 1,
     "output_tokens": 48,
     "temperature": 0.0,
-    "modes": ["measured", "predicted"],
-    "costs": "measure",
+    "modes": ["measured"],
 }
-"""12 places of a model."""
+BATCHES = (1, 8)
+"""6 places of a model and batch."""
+
+COST_ROUNDS = 3
+"""Rounds over all cases each time that costs are measured."""
 
 PLACE = ("policy", "budget", "batch")
 
@@ -45,38 +52,63 @@ COLUMNS = (
     ("measured ms", "{measured:.3f}"),
     ("predicted ms", "{predicted:.3f}"),
     ("error", "{error:+.1%}"),
+    ("least", "{least:+.1%}"),
+    ("most", "{most:+.1%}"),
 )
 
 
-def hide_costs(home: str) -> None:
-    """Makes `home` the place of caches: the user's, but for costs, which stay as they are."""
-    here, there = cache_root(), Path(home) / cache_root().name
-    there.mkdir(mode=0o700)
-    for kept in here.iterdir() if here.exists() else ():
-        if kept.name != "costs":
-            (there / kept.name).symlink_to(kept.resolve())
-    os.environ["XDG_CACHE_HOME"] = home
+def compare(model: str, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """Measures costs and runs, by turns. Returns the lines of a table."""
+    grid = read_experiment({**GRID, "model": model, "batch": [batch]})
+    ((group, runs),) = grid.runs().items()
+    cells = [cell for cell, _ in runs if cell.mode == "measured"]
+    whole = dataclasses.replace(grid, budgets=("100%",))
+    print(f"{model}, batch {batch}", end=": ", flush=True)
+    with tempfile.TemporaryDirectory() as directory, loaded_model(grid, "dense") as loaded:
+        traces = Path(directory)
+        with (
+            engine_bench(whole, group, loaded, traces) as apart,
+            engine_bench(grid, group, loaded, traces) as bench,
+        ):
+            bench.prepare([(cell, 0) for cell in cells])
+            runner = apart.engine.runner
+            costs, measured = [measure(runner, rounds=COST_ROUNDS)], []
+            for number in range(1, rounds + 1):
+                print(number, end=" ", flush=True)
+                measured.append([bench.columns(cell)["tpot_p50_s"] for cell in cells])
+                costs.append(measure(runner, rounds=COST_ROUNDS))
+            predicted = [predict(bench, cells, model) for model in costs]
+    print()
+    lines = zip(cells, zip(*measured, strict=True), zip(*predicted, strict=True), strict=True)
+    return [
+        {"model": model, **{name: getattr(cell, name) for name in PLACE}, **errors(times, told)}
+        for cell, times, told in lines
+    ]
 
 
-def compare(model: str, rounds: int) -> list[dict[str, Any]]:
-    """Measures the costs of a model and runs its grid. Returns the lines of a table."""
-    print(f"{model}: costs, then {rounds} rounds", flush=True)
-    times: dict[tuple, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        found = moejax.ablate({**GRID, "model": model, "repeats": rounds}, f"{directory}/grid")
-    for row in found.rows:
-        if row.get("tpot_p50_s"):
-            place = tuple(row[name] for name in PLACE)
-            times.setdefault(place, {}).setdefault(row["mode"], []).append(row["tpot_p50_s"])
-    rows = []
-    for place, of_mode in times.items():
-        measured, predicted = (
-            1e3 * statistics.median(of_mode[mode]) for mode in ("measured", "predicted")
-        )
-        figures = {"measured": measured, "predicted": predicted, "error": predicted / measured - 1}
-        rows.append({"model": model, **dict(zip(PLACE, place, strict=True)), **figures})
-    print(*aligned(COLUMNS, rows), sep="\n", flush=True)
-    return rows
+def predict(bench: EngineBench, cells: Sequence[Cell], costs: CostModel) -> list[float]:
+    """Returns the predicted time of a token of each cell."""
+    bench.costs = costs
+    return [
+        bench.columns(dataclasses.replace(cell, mode="predicted"))["tpot_p50_s"] for cell in cells
+    ]
+
+
+def errors(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
+    """Returns a place's columns: medians over the rounds, and the errors' least and most.
+
+    - `measured`: seconds in each round.
+    - `predicted`: seconds by the costs before the first round and after each.
+    """
+    told = [statistics.fmean(pair) for pair in pairwise(predicted)]
+    found = [each / time - 1 for each, time in zip(told, measured, strict=True)]
+    return {
+        "measured": 1e3 * statistics.median(measured),
+        "predicted": 1e3 * statistics.median(told),
+        "error": statistics.median(found),
+        "least": min(found),
+        "most": max(found),
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,12 +117,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     watch = ProcessorWatch()
-    with tempfile.TemporaryDirectory() as home:
-        hide_costs(home)
-        rows = [row for model in args.models for row in compare(model, args.rounds)]
-    errors = [abs(row["error"]) for row in rows]
-    near = sum(error <= MOST for error in errors)
-    print(f"{near} of {len(rows)} within {MOST:.0%}; median error {statistics.median(errors):.1%}")
+    asked = [(model, batch) for model in args.models for batch in BATCHES]
+    rows = [row for each in asked for row in compare(*each, args.rounds)]
+    print(*aligned(COLUMNS, rows), sep="\n", flush=True)
+    wrong = [abs(row["error"]) for row in rows]
+    near = sum(error <= MOST for error in wrong)
+    print(f"{near} of {len(rows)} within {MOST:.0%}; median error {statistics.median(wrong):.1%}")
     if (others := watch.others()) is not None:
         print(f"other programs took {others:.0%} of the processors meanwhile")
     return int(near < len(rows))

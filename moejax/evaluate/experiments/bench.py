@@ -149,7 +149,8 @@ class EngineBench:
         self._prompts, self._started, self._root = Prompts(experiment), started, root
         self._precision = precision
         self._traces: dict[Place, Trace] = {}
-        self._costs: CostModel | None = None
+        self.costs: CostModel | None = None
+        """Of predicted cells."""
 
     def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Records the routing of the runs' prompts, which no policy and no budget changes, and runs
@@ -165,7 +166,7 @@ class EngineBench:
                 path = self._root / _trace_name(cell, self._precision, self.plan.steps.trace_arrays)
                 self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
         if any(cell.mode == "predicted" for cell in cells):
-            self._costs = _costs(self.experiment, next(iter(self._traces.values())))
+            self.costs = _costs(self.experiment, next(iter(self._traces.values())))
         for cell in measured.values():
             # Its own record reports its error.
             with contextlib.suppress(Exception):
@@ -183,7 +184,7 @@ class EngineBench:
         if cell.mode == "simulated" and self.experiment.is_mixed(cell.precision):
             return count_mixed(self.experiment.mixed_plan(cell), self._traces[_place(cell)])
         if cell.mode not in ("measured", PRICED):
-            return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self._costs)
+            return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self.costs)
         compiled = len(runner.executables())
         columns = self._begin(cell, arm)
         if cell.mode == PRICED:

@@ -97,13 +97,19 @@ def test_costs_are_not_those_of_a_link():
 
 
 def test_rows_and_spans_have_costs_of_their_own_in_every_executable():
-    """Steps of 8 rows have as many spans as rows; only the others have a long prompt."""
+    """Steps of 8 rows have as many spans as rows; only the others have a long prompt. Forced steps
+    take longer or shorter than those of a run."""
     true = {4: StepCost(100, 50, 3, 7, 0), 8: StepCost(200, 40, 3, 9, 0)}
     work = {
         4: [Work(1, 1, 4), Work(4, 4, 8), Work(2, 2, 12), Work(3, 24, 4)],
         8: [Work(5, 5, 8), Work(8, 8, 8), Work(6, 6, 20), Work(8, 8, 30)],
     }
-    steps = [(rows, true[rows].seconds(one), one) for rows in true for one in work[rows]]
+    steps = [
+        (rows, forced, true[rows].seconds(one) + (10 * rows - 60) * forced, one)
+        for rows in true
+        for one in work[rows]
+        for forced in (True, False)
+    ]
     for rows, cost in measure._fit_decode(steps).items():
         asked = Work(rows, 3 * rows, 9)
         assert cost.seconds(asked) == pytest.approx(true[rows].seconds(asked))
