@@ -118,6 +118,7 @@ class ForcedSteps:
         self._forced = ForcedRunner(runner)
         self._random = np.random.default_rng(seed)
         layout, shapes = runner.layout, runner.shapes
+        self.pages = pages
         kv_slots = -(-pages // layout.pages_per_slot)
         self.cells = min(self.experts, (runner.slots - kv_slots) // self.layers)
         """Most cells of each layer."""

@@ -8,8 +8,9 @@ import dataclasses
 import datetime
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,11 @@ from pallas_kernels.paged_attention import SPAN
 log = logging.getLogger("moejax")
 
 ROUNDS, STEPS = 7, 4
-"""Rounds over all cases, and timed steps of a case in each round."""
+"""Rounds over all cases, and least timed steps of a case in each round."""
+
+MORE_STEPS, CASE_SECONDS = 32, 0.06
+"""Most timed steps of a case in a round, and the seconds that they take if they are fewer. Of four
+steps of a millisecond the mean differed by 30% from round to round on a quiet machine."""
 
 SECONDS = 25.0
 """Seconds for rounds. No round begins later, except for the first LEAST_ROUNDS."""
@@ -111,13 +116,14 @@ def measure(
         decoded: dict[Case, list[list[StepSample]]] = {}
         swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
         say("compiling")
-        _round(forced, cases, 1, {}, {})  # is not kept
+        _round(forced, dict.fromkeys(cases, 1), {}, {})  # is not kept
+        steps = {case: _steps_of(forced, case) for case in cases}
         started, watch = time.perf_counter(), ProcessorWatch()
         for number in range(1, (most := rounds or ROUNDS) + 1):
             if number > LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
             say(f"round {number} of {most}")
-            _round(forced, cases, STEPS, decoded, swept)
+            _round(forced, steps, decoded, swept)
         others, figures = watch.others(), _figures(runner, decoded, swept)
         if runner.steps.owned:
             say("beside a queue")
@@ -148,8 +154,24 @@ def measure(
     )
 
 
-def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swept) -> None:
-    for case in cases:
+def _steps_of(forced: ForcedSteps, case: Case) -> int:
+    """Returns the timed steps of a case in a round, for which its sequences have room."""
+    runner, found = forced.runner, MORE_STEPS
+    shapes, page = runner.shapes, runner.layout.page
+    most = max(math.ceil(CASE_SECONDS / forced.measure(case, STEPS)[0].seconds), STEPS)
+
+    def fits(steps: int) -> bool:
+        tokens = case.prompt + WARM + steps + 1 + SLACK
+        few = case.rows * page.pages(tokens) <= forced.pages
+        return few and tokens <= shapes.blocks * page.block_size
+
+    while found > STEPS and (found > most or not fits(found)):
+        found -= 1
+    return found
+
+
+def _round(forced: ForcedSteps, steps: Mapping[Case, int], decoded, swept) -> None:
+    for case, timed in steps.items():
         decoded.setdefault(case, []).append(forced.measure(case, timed))
     for prompts, tokens in _prefill_shapes(forced.runner):
         for cells, cold in ((forced.cells, False), (forced.cells, True), (0, True)):
@@ -162,7 +184,7 @@ def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swep
 def _long_prompt(runner: Executor) -> int:
     """Returns the tokens of a long prompt, whose steps attend to more than one span; 0 where there
     is no room for that."""
-    shapes, page, more = runner.shapes, runner.layout.page, WARM + STEPS + 1 + SLACK
+    shapes, page, more = runner.shapes, runner.layout.page, WARM + MORE_STEPS + 1 + SLACK
     longest = shapes.blocks * page.block_size - more
     found = min(LONG, longest, shapes.prefill_chunks * shapes.chunk)
     experts = len(runner.tables.address) * runner.config.num_experts_per_tok
@@ -175,7 +197,9 @@ def _long_prompt(runner: Executor) -> int:
 def _most_pages(runner: Executor) -> int:
     """Returns the most KV pages that a case needs at a time."""
     page, rows, steps = runner.layout.page, runner.shapes.rows, WARM + STEPS + 1
-    sequences = [(rows, 1 + steps), (min(4, rows), _long_prompt(runner) + steps)]
+    sequences = [(rows, 1 + steps)]
+    if long := _long_prompt(runner):
+        sequences.append((min(4, rows), long + WARM + MORE_STEPS + 1))
     sequences += _prefill_shapes(runner)
     return max(count * page.pages(tokens + SLACK) for count, tokens in sequences)
 
@@ -192,10 +216,11 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
         most = min(experts, rows * k)
         counts = {k, most, *(n for n in powers if k < n < most)}
         found += [Case(rows, active) for active in sorted(counts) if active <= cells]
-    if prompt := _long_prompt(runner):
-        found.append(Case(min(4, shapes.rows), k, prompt=prompt))
     # The model's own routing, without which a step could not tell what forcing costs.
     found += [Case(rows, cells, own=True) for rows in sorted({1, *buckets})]
+    if prompt := _long_prompt(runner):
+        few = min(4, shapes.rows)
+        found += [Case(few, k, prompt=prompt), Case(few, cells, own=True, prompt=prompt)]
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
     rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
     found += [Case(rows, cells // part, own=True) for part in (2, 4) if cells // part]

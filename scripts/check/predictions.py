@@ -32,16 +32,15 @@ GRID: dict[str, Any] = {
     "policies": ["lru", "lfu"],
     "budgets": ["25%", "50%", "75%"],
     "prompt_tokens": [64],
-    "prompts": 8,
     "repeats": 1,
     "output_tokens": 48,
     "temperature": 0.0,
     "modes": ["measured"],
 }
-BATCHES = (1, 8)
-"""6 places of a model and batch."""
+PROMPTS = {1: 8, 8: 32}
+"""Prompts of a run by batch: some hundred steps. 6 places of a model and batch."""
 
-COST_ROUNDS = 3
+COST_ROUNDS = 5
 """Rounds over all cases each time that costs are measured."""
 
 PLACE = ("policy", "budget", "batch")
@@ -59,7 +58,7 @@ COLUMNS = (
 
 def compare(model: str, batch: int, rounds: int) -> list[dict[str, Any]]:
     """Measures costs and runs, by turns. Returns the lines of a table."""
-    grid = read_experiment({**GRID, "model": model, "batch": [batch]})
+    grid = read_experiment({**GRID, "model": model, "batch": [batch], "prompts": PROMPTS[batch]})
     ((group, runs),) = grid.runs().items()
     cells = [cell for cell, _ in runs if cell.mode == "measured"]
     whole = dataclasses.replace(grid, budgets=("100%",))
@@ -117,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     watch = ProcessorWatch()
-    asked = [(model, batch) for model in args.models for batch in BATCHES]
+    asked = [(model, batch) for model in args.models for batch in PROMPTS]
     rows = [row for each in asked for row in compare(*each, args.rounds)]
     print(*aligned(COLUMNS, rows), sep="\n", flush=True)
     wrong = [abs(row["error"]) for row in rows]
