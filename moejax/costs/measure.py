@@ -40,6 +40,9 @@ MORE_STEPS, CASE_SECONDS = 32, 0.06
 """Most timed steps of a case in a round, and the seconds that they take if they are fewer. Of four
 steps of a millisecond the mean differed by 30% from round to round on a quiet machine."""
 
+OWN_WEIGHT = 3
+"""Weight in the fit of a case that the model routes; of a forced one it is 1."""
+
 SECONDS = 25.0
 """Seconds for rounds. No round begins later, except for the first LEAST_ROUNDS."""
 
@@ -204,6 +207,16 @@ def _most_pages(runner: Executor) -> int:
     return max(count * page.pages(tokens + SLACK) for count, tokens in sequences)
 
 
+def _own_case(runner: Executor, rows: int, cells: int) -> Case:
+    """Returns steps that the model routes, with prompts as long as there is room for."""
+    shapes, page, pages = runner.shapes, runner.layout.page, _most_pages(runner)
+    more = WARM + MORE_STEPS + 1 + SLACK
+    longest = min(LONG, shapes.blocks * page.block_size - more)
+    while longest > 1 and rows * page.pages(longest + more) > pages:
+        longest -= 1
+    return Case(rows, cells, own=True, prompt=max(longest, 1))
+
+
 def _decode_cases(runner: Executor, cells: int) -> list[Case]:
     """Returns the cases of decode steps.
 
@@ -216,14 +229,15 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
         most = min(experts, rows * k)
         counts = {k, most, *(n for n in powers if k < n < most)}
         found += [Case(rows, active) for active in sorted(counts) if active <= cells]
-    # The model's own routing, without which a step could not tell what forcing costs.
-    found += [Case(rows, cells, own=True) for rows in sorted({1, *buckets})]
+    few = min(4, shapes.rows)
     if prompt := _long_prompt(runner):
-        few = min(4, shapes.rows)
-        found += [Case(few, k, prompt=prompt), Case(few, cells, own=True, prompt=prompt)]
+        found.append(Case(few, k, prompt=prompt))
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
     rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
-    found += [Case(rows, cells // part, own=True) for part in (2, 4) if cells // part]
+    # The model's own routing, whose experts are used again soon, and lie in the processor's caches.
+    found += [_own_case(runner, rows, cells) for rows in sorted({1, few, *buckets})]
+    found += [_own_case(runner, rows, cells // part) for part in (2, 4) if cells // part]
+    found.append(Case(rows, cells, own=True))
     found.append(Case(rows, k, watched=(Moment.STEP_END,)))
     if runner.driver == "host":
         found.append(Case(rows, k, watched=(Moment.STEP_END, Moment.ROUTED)))
@@ -255,7 +269,8 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     prefill_steps = {key: _median(samples) for key, samples in swept.items()}
     prefill = _fit_step([*prefill_steps.values()])
     plain = [case for case in steps if not case.watched]
-    costs = _fit_decode([(shapes.bucket(c.rows), not c.own, *steps[c]) for c in plain])
+    weighted = [case for case in plain for _ in range(OWN_WEIGHT if case.own else 1)]
+    costs = _fit_decode([(shapes.bucket(c.rows), not c.own, *steps[c]) for c in weighted])
     # One of them has steps that miss. Where there are hardly more experts than a token takes, no
     # step can be made that fills a few cells.
     first = costs[shapes.bucket(min(DECODE_TILE, shapes.rows))]

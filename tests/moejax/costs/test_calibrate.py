@@ -14,6 +14,7 @@ import pytest
 
 import moejax.serve.llm
 from host_offload.control.interface import Decision, Moment
+from host_offload.memory.layout import PageLayout
 from host_offload.sizing.cost_model import CostModel, StepCost, Work
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
@@ -115,6 +116,31 @@ def test_rows_and_spans_have_costs_of_their_own_in_every_executable():
         assert cost.seconds(asked) == pytest.approx(true[rows].seconds(asked))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rows", "pages", "blocks", "steps"),
+    [
+        (1e-3, 2, 16, 8, 32),
+        (4e-3, 2, 16, 8, 15),  # which take 60 ms
+        (1.0, 2, 16, 8, 4),
+        (1e-3, 8, 16, 8, 21),  # in two pages of 16 tokens
+        (1e-3, 8, 8, 8, 5),
+        (1e-3, 2, 16, 2, 21),  # a context of 32 tokens
+    ],
+)
+def test_short_steps_are_timed_over_as_many_as_there_is_room_for(
+    seconds, rows, pages, blocks, steps
+):
+    page = PageLayout(1, 1, 16, 4, block_size=16)
+    runner = types.SimpleNamespace(
+        shapes=types.SimpleNamespace(blocks=blocks), layout=types.SimpleNamespace(page=page)
+    )
+    sample = forced.StepSample(seconds, Work(1, 1))
+    steady: Any = types.SimpleNamespace(
+        runner=runner, pages=pages, measure=lambda case, steps: [sample] * steps
+    )
+    assert measure._steps_of(steady, measure.Case(rows, 4)) == steps
+
+
 def test_costs_measured_beside_others_are_measured_again_on_a_quiet_machine(monkeypatch, caplog):
     model = dataclasses.replace(MODEL, about=ABOUT | {"others": 0.4})
     write_cost_model(cost_file(ABOUT), model)
@@ -181,6 +207,19 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forced, "time", clock)
             samples = steps.measure(measure.Case(1, runner.config.num_experts_per_tok), 4)
+            # Only some cases are forced.
+            decode, routed = runner.decode, []
+            patch.setattr(
+                runner,
+                "decode",
+                lambda *a, forced=None, **k: (
+                    routed.append(forced) or decode(*a, forced=forced, **k)
+                ),
+            )
+            for own in (False, True):
+                steps.measure(measure.Case(1, 8, own=own), 4)
+                assert len(routed) == 6 and all((one is None) == own for one in routed)
+                routed.clear()
         assert [sample.seconds for sample in samples] == [2.0] * 4
     assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
     assert model.expert_bytes == 3 * 128 * 128 * 2
