@@ -5,6 +5,7 @@ depends on a clock."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -122,6 +123,7 @@ class Seat:
     def __init__(self, policy: Policy, spec: Spec):
         self.policy, self.name = policy, name_of(policy)
         self._observed: dict[Moment, tuple[str, ...]] = {}
+        self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
         self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
             policy.writes.isdisjoint({"stages", "transitions"})
         )
@@ -144,8 +146,7 @@ class Seat:
     @property
     def active(self) -> frozenset[Moment]:
         """The moments at which the policy wants to be asked now."""
-        active = getattr(self.policy, "active", None)
-        return self.policy.moments if active is None else active(self.state)
+        return self.policy.moments if self._active is None else self._active(self.state)
 
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
@@ -279,16 +280,16 @@ class Controller:
             need for policy in asked for need in policy.needs if moments_with(need) & moments
         )
 
-    @property
+    @functools.cached_property
     def stages_transfers(self) -> bool:
         return not self.writes.isdisjoint({"stages", "transitions"})
 
-    @property
+    @functools.cached_property
     def needs_residency(self) -> bool:
         wanted = self.stages_transfers or self.pool is not None or self.search is not None
         return wanted or not self.needs.isdisjoint(RESIDENCY)
 
-    @property
+    @functools.cached_property
     def needs_link(self) -> bool:
         """Whether policies look at the queue beside compute."""
         return not self.needs.isdisjoint(LinkUse._fields)

@@ -166,10 +166,11 @@ class Pager:
         )
         needed = np.flatnonzero(active).tolist()
         missing = [expert for expert in needed if address[expert] < 0]
+        wanted = {*needed}  # a set's look-up takes a tenth of an array's
         pinned = {
             cell
             for cell, expert in enumerate(owner)
-            if expert >= 0 and active[expert] and row[cell] == address[expert]
+            if expert in wanted and row[cell] == address[expert]
         }
         wants: dict[int, list[int]] = {}
         for expert in missing:
@@ -258,31 +259,35 @@ class Pager:
         Returns int32[S], 1 for each entry that was carried out.
         """
         done = np.zeros(len(entries), np.int32)
-        if not entries:
-            return done
-        busy: dict[int, np.ndarray] = {}
-        staged: set[tuple[int, int]] = set()
-        tables = self.tables
+        tables, staged = self.tables, set[tuple[int, int]]()
         layers, columns = tables.owner.shape
         experts = tables.address.shape[1]
+        # In Python's numbers, as _reference_layer.
+        known: dict[int, tuple[list[int], ...]] = {}
+        busy: dict[int, list[bool]] = {}
         for i, (of, expert, version, cell) in enumerate(entries):
             limits = (of, layers), (expert, experts), (version, self.versions), (cell, columns)
             if layer not in (None, of) or not all(0 <= value < limit for value, limit in limits):
                 continue
-            clock = tables.clock[of] + int(coming is not None and of >= coming)
-            row, owner = tables.cell_row[of], tables.owner[of]
-            if of not in busy:
-                busy[of] = (owner >= 0) & (tables.last_used[of] == clock)
-            holds = np.flatnonzero(owner == expert).tolist()
-            has = any(tables.cell_version[of, c] == version or (of, c) in staged for c in holds)
+            clock = int(tables.clock[of]) + int(coming is not None and of >= coming)
+            if of not in known:
+                of_cells = tables.owner, tables.cell_row, tables.cell_version
+                known[of] = tuple(table[of].tolist() for table in (*of_cells, tables.address))
+                used = tables.last_used[of].tolist()
+                pairs = zip(known[of][0], used, strict=True)
+                busy[of] = [who >= 0 and last == clock for who, last in pairs]
+            owner, row, versions, address = known[of]
+            holds = [c for c, who in enumerate(owner) if who == expert]
+            has = any(versions[c] == version or (of, c) in staged for c in holds)
             taken = busy[of][cell] or (of, cell) in staged
-            if has or taken or row[cell] < 0 or tables.cell_version[of, cell] != version:
+            if has or taken or row[cell] < 0 or versions[cell] != version:
                 continue
-            address = tables.address[of]
-            if owner[cell] >= 0 and address[owner[cell]] == row[cell]:
-                address[owner[cell]] = -1
-            owner[holds] = -1
-            owner[cell], address[expert] = expert, row[cell]
+            if (old := owner[cell]) >= 0 and address[old] == row[cell]:
+                address[old] = tables.address[of, old] = -1
+            for c in holds:
+                owner[c] = tables.owner[of, c] = -1
+            owner[cell] = tables.owner[of, cell] = expert
+            address[expert] = tables.address[of, expert] = row[cell]
             tables.version[of, expert] = version
             tables.last_used[of, cell] = clock - 1
             staged.add((of, cell))

@@ -388,14 +388,15 @@ class SimulatedEngine:
         carried_out = np.zeros(len(entries), np.int32)
         rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
         search = self._search_of(step)
-        if self._between:
+        if self._between and self._control.looks_at(Moment.EMBEDDED):
             self._look(Moment.EMBEDDED, -1, rows)
         for layer in range(len(active)) if self._between or search else [None]:
             if layer is not None and self._between:
                 self._look_between(step, rows, layer)
             device.compute(active if layer is None else active[layer : layer + 1], layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
-            carried_out |= device.stage(entries, layer=layer)
+            if entries:
+                carried_out |= device.stage(entries, layer=layer)
             if layer is not None and search is not None:
                 search.after_layer(layer)
         control.after_dispatch(step.number)
@@ -418,17 +419,19 @@ class SimulatedEngine:
         return StepSearch(self._device, search.distance, step, self.header.top_k)
 
     def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:
-        fields = (getattr(step, name) for name in LayerRouting._fields[1:])
-        rest = (None if field is None else field[:, layer : layer + 1] for field in fields)
-        routing = LayerRouting(step.ids[:, layer : layer + 1], *rest)
+        routing = None
         for moment in (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN):
-            self._look(moment, layer, rows, None if moment == Moment.LAYER_BEGIN else routing)
+            if not self._control.looks_at(moment):
+                continue
+            if moment != Moment.LAYER_BEGIN and routing is None:
+                fields = (getattr(step, name) for name in LayerRouting._fields[1:])
+                rest = (None if field is None else field[:, layer : layer + 1] for field in fields)
+                routing = LayerRouting(step.ids[:, layer : layer + 1], *rest)
+            self._look(moment, layer, rows, routing)
 
     def _look(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
-        if not self._control.looks_at(moment):
-            return
         # Compute this only if a policy sees it.
         self._device.link_use = functools.partial(self._link.find, self._making, moment, layer)
         if entries := self._control.between_layers(moment, layer, rows, routing):

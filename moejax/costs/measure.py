@@ -40,8 +40,9 @@ MORE_STEPS, CASE_SECONDS = 32, 0.06
 """Most timed steps of a case in a round, and the seconds that they take if they are fewer. Of four
 steps of a millisecond the mean differed by 30% from round to round on a quiet machine."""
 
-OWN_WEIGHT = 3
-"""Weight in the fit of a case that the model routes; of a forced one it is 1."""
+OWN_WEIGHT = 5
+"""Weight in the fit of a case that the model routes; of a forced one, whose experts come from cold
+memory, it is 1."""
 
 SECONDS = 25.0
 """Seconds for rounds. No round begins later, except for the first LEAST_ROUNDS."""
@@ -234,7 +235,7 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
         found.append(Case(few, k, prompt=prompt))
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
     rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
-    # The model's own routing, whose experts are used again soon, and lie in the processor's caches.
+    # The model's own routing, whose experts are used again soon and lie in the processor's caches.
     found += [_own_case(runner, rows, cells) for rows in sorted({1, few, *buckets})]
     found += [_own_case(runner, rows, cells // part) for part in (2, 4) if cells // part]
     found.append(Case(rows, cells, own=True))

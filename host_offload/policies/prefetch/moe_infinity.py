@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
-from host_offload.policies.prefetch.next_layers import stages_at
 from host_offload.traces.reader import Trace
 
 NAME = "moe-infinity"
 
 
+class Running(NamedTuple):
+    """A sequence that has not ended."""
+
+    matrix: np.ndarray
+    """int32[L, E]: its activation matrix so far, tokens routed to each expert."""
+    cosines: np.ndarray | None
+    """float32[n, L]: of its rows and each matrix of the collection; None: unknown."""
+
+
 class Traced(NamedTuple):
     """State of MoEInfinity."""
 
-    running: dict[int, np.ndarray]
-    """Request → its activation matrix so far, int32[L, E]: tokens routed to each expert."""
+    running: dict[int, Running]
+    """By request."""
     collection: np.ndarray
     """float32[n, L, E]: matrices of sequences that ended; a layer's row sums to 1."""
     lengths: np.ndarray
@@ -27,6 +36,8 @@ class Traced(NamedTuple):
     used: np.ndarray
     """int64[n]: how often each was the nearest."""
     top_k: int
+    first: tuple[Stage, ...] = ()
+    """What is wanted before the first router."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +89,8 @@ class MoEInfinity:
                     f"{len(collection)} matrices are given and capacity is {self.capacity}; fit "
                     "with a smaller one"
                 )
-        return Traced(
-            {}, collection, row_lengths(collection), np.zeros(len(collection), np.int64), spec.top_k
-        )
+        lengths, used = row_lengths(collection), np.zeros(len(collection), np.int64)
+        return self._collect(Traced({}, collection, lengths, used, spec.top_k))
 
     def memory(self, spec: Spec) -> int:
         """Bytes of the collection when it is full."""
@@ -90,44 +100,74 @@ class MoEInfinity:
         if seen.moment == Moment.TURN_END:
             return self._end_sequence(state, seen.turn), Decision()
         if seen.moment == Moment.EMBEDDED:
-            popular = popular_experts(state.collection, self.first, state.top_k)
-            return state, Decision(stages=self._queue(popular, -1))
-        layers, experts = state.collection.shape[1:]
-        running, used = {**state.running}, state.used.copy()
-        predicted = np.zeros((layers, experts))
-        for request in np.unique(seen.request).tolist():
-            tokens = routed_counts(seen.ids[seen.request == request], experts)[0]
-            matrix = running.get(request, np.zeros((layers, experts), np.int32)).copy()
-            matrix[seen.layer] += tokens.astype(np.int32)
-            running[request] = matrix
-            if len(state.collection):
-                nearest = int(
-                    np.argmax(similarity(state.collection, shares(matrix), state.lengths))
-                )
-                used[nearest] += 1
-                predicted += state.collection[nearest]
-        state = state._replace(running=running, used=used)
-        return state, Decision(stages=self._queue(predicted, seen.layer))
+            return state, Decision(stages=state.first)
+        if not len(seen.request):
+            return state, Decision(stages=())
+        collection, layer, lengths = state.collection, seen.layer, state.lengths
+        used, predicted = state.used.copy(), np.zeros(collection.shape[1:])
+        seen_now, rows = self._see(state, seen)
+        if len(collection):
+            # Of the cosines only this layer's are new.
+            cosines = np.stack(
+                [
+                    cosines_of(collection, shares(one.matrix), lengths)
+                    if one.cosines is None
+                    else one.cosines
+                    for one in seen_now.values()
+                ]
+            )
+            products = np.einsum("ne,re->rn", collection[:, layer], rows)
+            cosines[..., layer] = scaled(products, lengths[:, layer] * row_lengths(rows)[:, None])
+            nearest = np.argmax(np.mean(cosines, axis=2), axis=1).tolist()
+            for request, its, number in zip(seen_now, cosines, nearest, strict=True):
+                seen_now[request] = seen_now[request]._replace(cosines=its)
+                used[number] += 1
+                predicted += collection[number]
+        state = state._replace(running={**state.running, **seen_now}, used=used)
+        return state, Decision(stages=self._queue(predicted, layer))
+
+    def _see(self, state: Traced, seen: Observation) -> tuple[dict[int, Running], np.ndarray]:
+        """The sequences of a routed step by request, with its tokens, and their shares of the
+        layer, float32[R, E]."""
+        shape, requests = state.collection.shape[1:], sorted({*seen.request.tolist()})
+        place = np.searchsorted(requests, seen.request)[:, None] * shape[1] + seen.ids[:, 0]
+        tokens = np.bincount(place.ravel(), minlength=len(requests) * shape[1])
+        found = {}
+        for request, more in zip(requests, tokens.reshape(-1, shape[1]), strict=True):
+            before = state.running.get(request)
+            matrix = np.zeros(shape, np.int32) if before is None else before.matrix.copy()
+            matrix[seen.layer] += more
+            found[request] = Running(matrix, None if before is None else before.cosines)
+        return found, shares(np.stack([one.matrix[seen.layer] for one in found.values()]))
 
     def _queue(self, likely: np.ndarray, now: int) -> tuple[Stage, ...]:
         """The `limit` most urgent experts of float[L, E] after layer `now`, equal ones by layer and
         expert; 0 is not wanted."""
-        ahead = np.arange(len(likely))[:, None] - now
-        wanted = np.where(ahead > 0, likely * (1 - ahead / (len(likely) + 1)), 0)
-        layer, expert = np.nonzero(wanted)
-        first = np.argsort(-wanted[layer, expert], kind="stable")[: self.limit]
-        return stages_at(layer[first], expert[first], NAME)
+        layers, experts = likely.shape
+        ahead = np.arange(now + 1, layers)[:, None] - now
+        wanted = (likely[now + 1 :] * (1 - ahead / (layers + 1))).ravel()
+        places = np.flatnonzero(wanted)
+        first = places[np.argsort(-wanted[places], kind="stable")[: self.limit]]
+        stages = every_stage(layers, experts, NAME)
+        return tuple(map(stages.__getitem__, (first + (now + 1) * experts).tolist()))
+
+    def _collect(self, state: Traced, **changes: Any) -> Traced:
+        """The state with a changed collection."""
+        state = state._replace(**changes)
+        popular = popular_experts(state.collection, self.first, state.top_k)
+        running = {request: one._replace(cosines=None) for request, one in state.running.items()}
+        return state._replace(running=running, first=self._queue(popular, -1))
 
     def _end_sequence(self, state: Traced, request: int) -> Traced:
         running = {**state.running}
-        matrix = running.pop(request, None)
-        if matrix is None:
+        ended = running.pop(request, None)
+        if ended is None:
             return state
-        state, new = state._replace(running=running), shares(matrix)[None]
+        state, new = state._replace(running=running), shares(ended.matrix)[None]
         if len(state.collection) < self.capacity:
-            collection = np.concatenate([state.collection, new])
-            return state._replace(
-                collection=collection,
+            return self._collect(
+                state,
+                collection=np.concatenate([state.collection, new]),
                 lengths=np.concatenate([state.lengths, row_lengths(new)]),
                 used=np.append(state.used, 1),
             )
@@ -138,7 +178,13 @@ class MoEInfinity:
         collection, used = state.collection.copy(), state.used.copy()
         lengths = state.lengths.copy()
         collection[place], lengths[place], used[place] = new[0], row_lengths(new)[0], 1
-        return state._replace(collection=collection, lengths=lengths, used=used)
+        return self._collect(state, collection=collection, lengths=lengths, used=used)
+
+
+@functools.lru_cache(maxsize=8)
+def every_stage(layers: int, experts: int, cause: str) -> tuple[Stage, ...]:
+    """The transfers of all experts: making one takes longer than finding it here."""
+    return tuple(Stage(layer, expert, 0, cause) for layer, expert in np.ndindex(layers, experts))
 
 
 def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
@@ -203,6 +249,14 @@ def similarity(
     - `lengths`: row_lengths of the collection, if they are known.
     """
     lengths = row_lengths(collection) if lengths is None else lengths
-    lengths = lengths * row_lengths(matrix)
+    return np.mean(cosines_of(collection, matrix, lengths), axis=1)
+
+
+def cosines_of(collection: np.ndarray, matrix: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float[n, L]: the cosine of each layer's rows of [n, L, E] and [L, E]."""
     products = np.einsum("nle,le->nl", collection, matrix)
-    return np.mean(products / np.maximum(lengths, 1e-12), axis=1)
+    return scaled(products, lengths * row_lengths(matrix))
+
+
+def scaled(products: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return products / np.maximum(lengths, 1e-12)

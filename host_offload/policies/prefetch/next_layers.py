@@ -12,6 +12,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.policies.prefetch.fitted import Fitted
+from pallas_kernels.cpu.rows import multiply_few
 
 _T = TypeVar("_T")
 
@@ -25,11 +26,13 @@ FOR_SEVERAL = 1 << 25
 def multiply_rows(rows: Any, weights: Any) -> Any:
     """The product of rows [N, D] and weights [D, E]. numpy's BLAS gives even one row to several
     threads, and their waking up took milliseconds beside a step, 300 ms for a prompt of 64 tokens
-    on a busy machine. So few rows are einsum's, and more are multiplied in parts that stay on this
-    thread."""
-    if isinstance(rows, np.ndarray) and len(rows) <= 4:
-        return np.einsum("nd,de->ne", rows, weights)
+    on a busy machine. So few rows are the native library's, and more are multiplied in parts that
+    stay on this thread."""
     plain = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
+    if plain and len(rows) <= 4 and rows.dtype == weights.dtype == np.float32:
+        return multiply_few(rows, weights)
+    if plain and len(rows) <= 4:
+        return np.einsum("nd,de->ne", rows, weights)
     if not plain or len(rows) * weights.size > FOR_SEVERAL:
         return rows @ weights
     found = np.empty((len(rows), weights.shape[1]), np.result_type(rows, weights))
@@ -84,7 +87,7 @@ def distinct(ids: np.ndarray) -> list[int]:
 def mark_experts(ids: np.ndarray, experts: int, values: Any = 1) -> np.ndarray:
     """float32[N, E]: each row's values (a number, or [N, k]) at its ids int[N, k], 0 elsewhere."""
     found = np.zeros((len(ids), experts), np.float32)
-    np.put_along_axis(found, ids.astype(np.int64), np.asarray(values, np.float32), axis=1)
+    found[np.arange(len(ids))[:, None], ids] = values  # a tenth of np.put_along_axis's time
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from host_offload.control.interface import Moment, Observation
 from host_offload.policies.eviction.arc import Directory
-from host_offload.policies.prefetch.moe_infinity import row_lengths, similarity
+from host_offload.policies.prefetch.moe_infinity import (
+    MoEInfinity,
+    popular_experts,
+    row_lengths,
+    shares,
+    similarity,
+)
 from host_offload.policies.prefetch.next_layers import (
     ON_THIS_THREAD,
     multiply_rows,
     rank_chosen,
 )
+from pallas_kernels.cpu import rows as native_rows
+from tests.host_offload.control.policy_runs import spec
 
 
 class Plain(NamedTuple):
@@ -129,9 +139,74 @@ def test_few_rows_are_multiplied_alike_in_any_order(count, seed):
     assert np.array_equal(multiply_rows(rows[order], weights), product[order])
 
 
+@pytest.mark.parametrize(("inner", "columns"), [(320, 512), (7, 13), (1, 9), (352, 32)])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_native_products_of_few_rows_have_numpys_bits(monkeypatch, count, inner, columns):
+    rng = np.random.default_rng(count)
+    rows, weights = rng.standard_normal((count, 2 * inner)), rng.standard_normal((inner, columns))
+    rows, weights = rows.astype(np.float32)[:, ::2], weights.astype(np.float32)
+    weights.flags.writeable = False
+    assert native_rows._function() is not None
+    found = multiply_rows(rows, weights)
+    monkeypatch.setattr(native_rows, "_function", lambda: None)
+    np.testing.assert_allclose(found, multiply_rows(rows, weights), rtol=1e-5, atol=1e-5)
+    if platform.machine() == "x86_64":  # elsewhere einsum fuses multiplications and sums
+        assert np.array_equal(found, multiply_rows(rows, weights))
+
+
 def test_known_lengths_change_no_similarity():
     rng = np.random.default_rng(0)
     collection = rng.random((5, 3, 4), np.float32)
     collection[2, 1] = 0
     found = similarity(collection, collection[2], row_lengths(collection))
     assert found.tolist() == similarity(collection, collection[2]).tolist()
+
+
+def test_moe_infinity_finds_what_it_finds_with_whole_matrices():
+    """Steps of several sequences, some with several tokens, while sequences end and replace the
+    least used matrices of a full collection."""
+    layers, experts, rng = 5, 12, np.random.default_rng(1)
+    policy = MoEInfinity(capacity=4, limit=30, first=2)
+    state = policy.init(spec(layers=layers, experts=experts, top_k=3))
+    matrices: dict[int, np.ndarray] = {}
+    used: list[int] = []
+
+    def wanted(likely, now):
+        ahead = np.arange(layers)[:, None] - now
+        urgent = np.where(ahead > 0, likely * (1 - ahead / (layers + 1)), 0)
+        places = [(-urgent[place], *place) for place in np.ndindex(urgent.shape) if urgent[place]]
+        return [place for _, *place in sorted(places)[:30]]
+
+    for step in range(60):
+        running = [step // 4, step // 4 + 7, step // 4 + 2][: 1 + step % 3]
+        request = rng.permutation([*running, *running[: step % 2]])
+        begun = policy.decide(state, Observation(Moment.EMBEDDED, step, 0, 0, -1, -1, 0.0))[
+            1
+        ].stages
+        expected = wanted(popular_experts(state.collection, 2, 3), -1)
+        assert [[s.layer, s.expert] for s in begun] == expected
+        for layer in range(layers):
+            ids = rng.permuted(np.tile(np.arange(experts), (len(request), 1)), axis=1)[:, None, :3]
+            seen = Observation(
+                *(Moment.ROUTED, step, 0, 0, -1, layer, 0.0), request=request, ids=ids
+            )
+            predicted = np.zeros((layers, experts))
+            for one in np.unique(request).tolist():
+                matrix = matrices.setdefault(one, np.zeros((layers, experts), np.int32))
+                np.add.at(matrix[layer], ids[request == one].ravel(), 1)
+                if len(state.collection):
+                    nearest = int(np.argmax(similarity(state.collection, shares(matrix))))
+                    used[nearest] += 1
+                    predicted += state.collection[nearest]
+            state, decision = policy.decide(state, seen)
+            assert [[s.layer, s.expert] for s in decision.stages] == wanted(predicted, layer)
+            assert state.used.tolist() == used
+        if step % 2:
+            ended = min(matrices)
+            seen = Observation(Moment.TURN_END, step, 0, 0, ended, -1, 0.0)
+            state, _ = policy.decide(state, seen)
+            new = shares(matrices.pop(ended))
+            place = len(used) if len(used) < 4 else int(np.argmin(used))
+            used[place : place + 1] = [1]
+            assert np.array_equal(state.collection[place], new)
+    assert len(used) == 4
