@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention import SPAN
 
 log = logging.getLogger("moejax")
 
-ROUNDS, STEPS = 7, 4
+ROUNDS, STEPS = 5, 4
 """Rounds over all cases, and least timed steps of a case in each round."""
 
 MORE_STEPS, CASE_SECONDS = 32, 0.06
@@ -85,15 +85,8 @@ def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> 
     return model
 
 
-def measure(
-    runner: Executor,
-    *,
-    rounds: int | None = None,
-    report: Callable[[str], None] | None = None,
-) -> CostModel:
+def measure(runner: Executor, *, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures a runner that nothing else uses. Its tables are as before, with nothing resident.
-
-    - `rounds`: over all cases (default: ROUNDS, or fewer that take SECONDS).
 
     Raises UserError for an arena that is too small, and for experts of several versions or in
     files.
@@ -123,10 +116,10 @@ def measure(
         _round(forced, dict.fromkeys(cases, 1), {}, {})  # is not kept
         steps = {case: _steps_of(forced, case) for case in cases}
         started, watch = time.perf_counter(), ProcessorWatch()
-        for number in range(1, (most := rounds or ROUNDS) + 1):
+        for number in range(1, ROUNDS + 1):
             if number > LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
-            say(f"round {number} of {most}")
+            say(f"round {number} of {ROUNDS}")
             _round(forced, steps, decoded, swept)
         others, figures = watch.others(), _figures(runner, decoded, swept)
         if runner.steps.owned:

@@ -40,9 +40,6 @@ GRID: dict[str, Any] = {
 PROMPTS = {1: 8, 8: 32}
 """Prompts of a run by batch: some hundred steps. 6 places of a model and batch."""
 
-COST_ROUNDS = 5
-"""Rounds over all cases each time that costs are measured."""
-
 PLACE = ("policy", "budget", "batch")
 
 COLUMNS = (
@@ -71,11 +68,11 @@ def compare(model: str, batch: int, rounds: int) -> list[dict[str, Any]]:
         ):
             bench.prepare([(cell, 0) for cell in cells])
             runner = apart.engine.runner
-            costs, measured = [measure(runner, rounds=COST_ROUNDS)], []
+            costs, measured = [measure(runner)], []
             for number in range(1, rounds + 1):
                 print(number, end=" ", flush=True)
                 measured.append([bench.columns(cell)["tpot_p50_s"] for cell in cells])
-                costs.append(measure(runner, rounds=COST_ROUNDS))
+                costs.append(measure(runner))
             predicted = [predict(bench, cells, model) for model in costs]
     print()
     lines = zip(cells, zip(*measured, strict=True), zip(*predicted, strict=True), strict=True)

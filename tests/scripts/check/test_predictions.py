@@ -18,7 +18,7 @@ def test_a_machine_that_becomes_slower_is_compared_with_itself():
 @pytest.mark.slow
 def test_the_check_compares_every_place(monkeypatch, demo_dir, capsys):
     monkeypatch.setattr(predictions, "PROMPTS", {2: 2})
-    monkeypatch.setattr(predictions, "COST_ROUNDS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(predictions, "MOST", 100.0)
     monkeypatch.setattr(measure, "MORE_STEPS", 4)
     assert predictions.main(["--models", str(demo_dir), "--rounds", "1"]) == 0
