@@ -251,17 +251,17 @@ class Controller:
             if (weights := getattr(seat.policy, "victim_weights", None)) is not None:
                 self._change("victim_weights", np.asarray(weights, np.int32))
 
-    @property
+    @functools.cached_property
     def transitions(self) -> Transitions | None:
         """The transitions, which book experts' slots, if every expert is resident; else None."""
         return self.staging if isinstance(self.staging, Transitions) else None
 
-    @property
+    @functools.cached_property
     def arriving(self) -> ArrivingTransitions | None:
         """The transitions, if their copies go beside the steps; else None."""
         return self.staging if isinstance(self.staging, ArrivingTransitions) else None
 
-    @property
+    @functools.cached_property
     def pool(self) -> PooledStaging | None:
         """The staging that passes cells from layer to layer, if all cells are one pool; else
         None."""
@@ -269,6 +269,8 @@ class Controller:
 
     def is_asked(self, moment: Moment) -> bool:
         """Whether a policy wants to be asked at the moment now."""
+        if moment not in self.moments:
+            return False
         if self.pool is not None and moment == Moment.EXPERTS_BEGIN:
             return True
         return any(moment in seat.active for seat in self._seats)
