@@ -81,6 +81,8 @@ OTHERS = {
     "moejax train-predictor": None,
     "python -m scripts.bench layers": ("--tokens", "8", "--rounds", "1", "--link-rate", "2GB/s"),
     "python -m scripts.bench planner": ("--tokens", "16", "--requests", "2", "--rounds", "1"),
+    "python -m scripts.bench users": ("--sessions", "1", "--prompt", "8", "--tokens", "8"),
+    "python -m scripts.bench decoders": (),
     "pytest tests/host_offload/control": ("-m", "not slow"),
     "pytest tests/moejax/engine/test_same_bits.py": ("-m", "not slow"),
 }
