@@ -240,7 +240,7 @@ class Processor:
         beyond = np.arange(ids.size, ids.size + missing, dtype=np.int32)
         slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
         rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), np.float32)])
-        parts = [*rows.reshape(*slots.shape, -1)]
+        parts = [*rows.reshape(*slots.shape, rows.shape[1])]
         return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
 
     def _compute_rows(

@@ -203,10 +203,11 @@ def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_deferred_experts_are_added_a_layer_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize("defer", [2, 4])
+def test_deferred_experts_are_added_a_layer_later(defer, tmp_path, monkeypatch):
     """KTransformers' rule, by hand: without cells all experts are the CPU's, and a token's two of
-    least weight come after the next layer's; in decode steps alone, and in the last layer none. A
-    repeat of the run has its bits."""
+    least weight, or all four, come after the next layer's; in decode steps alone, and in the last
+    layer none. A repeat of the run has its bits."""
     seen: list = []
     compute = processors.Processor.compute
 
@@ -218,18 +219,18 @@ def test_deferred_experts_are_added_a_layer_later(tmp_path, monkeypatch):
 
     monkeypatch.setattr(processors.Processor, "compute", watched)
     nobody = {"expert_budget": 0, "trace": tmp_path / "run"}
-    with placed("queue", f"ktransformers,{COSTS},load=1ms,defer=2", **nobody) as llm:
+    with placed("queue", f"ktransformers,{COSTS},load=1ms,defer={defer}", **nobody) as llm:
         wanted = run(llm, mixed_jobs()[:2], check=False)
         stats, notes = llm.stats()["placement"], llm.plan.budget.notes
         rows = [of_layer(*each) for each in seen]
     assert not same_bits(wanted, at_rest()) and not stats["same_bits"]
-    assert any("placement defer=2 CHANGES OUTPUTS" in note for note in notes)
+    assert any(f"placement defer={defer} CHANGES OUTPUTS" in note for note in notes)
     left, deferred = 0.0, 0
     for step, layer, x, after, y, weights in rows:
         late = np.zeros(weights.shape, bool)
         left = left if layer else 0.0
         if step == "decode" and layer < 3:
-            np.put_along_axis(late, np.argsort(weights, axis=1)[:, :2], True, axis=1)
+            np.put_along_axis(late, np.argsort(weights, axis=1)[:, :defer], True, axis=1)
         late &= np.abs(y).max(axis=2) > 0  # not of padding
         parts = weights[:, :, None] * y
         expected = x + np.where(late[:, :, None], 0, parts).sum(axis=1) + left
