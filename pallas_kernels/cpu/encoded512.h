@@ -87,6 +87,9 @@ struct Blocks {
   }
 };
 
+// Kinds with scales of 16 weights, as files have them: only these are compiled so.
+constexpr bool may_be_two(Codes kind) { return kind == Codes::Int6 || kind == Codes::E2M1; }
+
 // How rows of gate or up are passed: in stretches of columns that have one plane of codes and one of
 // upper bits, and in those in spans that share scales.
 struct Passes {
@@ -98,7 +101,7 @@ struct Passes {
         groups((f.hidden + c.group - 1) / c.group),
         two(c.group == L) {}
   bool fit(const Coding& c) const {
-    const bool known = two ? c.kind != Codes::Int5 && c.kind != Codes::Min5 : true;
+    const bool known = !two || may_be_two(c.kind);
     const bool whole = c.group <= stretch ? stretch % c.group == 0 : c.group % stretch == 0;
     return known && whole && stretch % (2 * L) == 0 && span % (2 * L) == 0 && groups <= kRowScales;
   }
@@ -149,9 +152,10 @@ INLINE void pass_rows(const Format& f, const Coding& c, const Passes& p, const u
   }
 }
 
+// x: of T tokens; y: of `tokens`.
 template <Codes kind, bool two, int T>
 void rows_of_codes(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t count,
-                   const float* const* x, float* y, int64_t stride) {
+                   const float* const* x, int64_t tokens, float* y, int64_t stride) {
   constexpr int R = 4;
   const Coding& c = f.matrix[matrix];
   const Passes p(f, c);
@@ -172,11 +176,27 @@ void rows_of_codes(const Format& f, const uint16_t* record, int matrix, int64_t 
     if (lines_follow && mine == R) groups_of(f, record, matrix, first + r, 0, R * p.groups, scales, shifts);
     vf total[T][R] = {};
     pass_rows<kind, two, T, R>(f, c, p, codes, highs, scales, shifts, x, total);
-    for (int t = 0; t < T; t++) {
+    for (int64_t t = 0; t < tokens; t++) {
       for (int64_t i = 0; i < mine; i++) y[t * stride + r + i] = sum(total[t][i]);
     }
   }
 }
+
+// f(T) of the numbers of tokens that are compiled. Three are four, of which the last is there twice: a
+// product costs little beside what decodes its weights.
+template <class F>
+INLINE void some_tokens(int64_t tokens, F f) {
+  if (tokens == 1) return f(Constant<int, 1>());
+  if (tokens == 2) return f(Constant<int, 2>());
+  f(Constant<int, kTokens>());
+}
+template <class P>
+struct Each {
+  P of[kTokens];
+  Each(const P* all, int64_t tokens) {
+    for (int64_t t = 0; t < kTokens; t++) of[t] = all[least(t, tokens - 1)];
+  }
+};
 
 // f(kind) of the kinds that are multiplied as they are decoded; false: of none.
 template <class F>
@@ -203,11 +223,12 @@ void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   const bool two = c.group == L;
   with_kind(c.kind, [&](auto kind) {
     constexpr Codes codes = decltype(kind)::value;
-    chosen<1, kTokens>(tokens, [&](auto t) {
-      if constexpr (highs_of(codes) != 1) {
-        if (two) return rows_of_codes<codes, true, t.value>(f, record, matrix, first, rows, x, y, stride);
+    some_tokens(tokens, [&](auto t) {
+      const Each<const float*> all(x, tokens);
+      if constexpr (may_be_two(codes)) {
+        if (two) return rows_of_codes<codes, true, t.value>(f, record, matrix, first, rows, all.of, tokens, y, stride);
       }
-      rows_of_codes<codes, false, t.value>(f, record, matrix, first, rows, x, y, stride);
+      rows_of_codes<codes, false, t.value>(f, record, matrix, first, rows, all.of, tokens, y, stride);
     });
   });
 }
@@ -226,11 +247,16 @@ Narrowing narrowing_of(const Coding& c) {
   return few_bits && c.scale <= ScaleType::BF16 ? Narrowing::Short : Narrowing::Any;
 }
 
+// Of a kind, as files have it; records of other ones are decoded before their products.
 template <Codes kind>
 constexpr bool may_be(Narrowing how) {
-  const bool wide = kind == Codes::E4M3 || kind == Codes::Int6 || shift_of(kind) == Shift::Minimum;
-  if (wide) return how == Narrowing::Any;
-  return kind != Codes::Zero8 || how == Narrowing::Any || how == Narrowing::Half;
+  switch (kind) {
+    case Codes::E2M1: return how == Narrowing::None || how == Narrowing::Any;
+    case Codes::IQ4: case Codes::Int5: return how == Narrowing::Short;
+    case Codes::Int8: case Codes::Int4: case Codes::Zero4: return how != Narrowing::None;
+    case Codes::Zero8: return how == Narrowing::Any || how == Narrowing::Half;
+    default: return how == Narrowing::Any;
+  }
 }
 
 // Values of 2·L columns before their scale: even and odd ones where they are looked up, else the first
@@ -376,11 +402,13 @@ void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t
   const Narrowing how = narrowing_of(f.matrix[DOWN]);
   with_kind(f.matrix[DOWN].kind, [&](auto kind) {
     constexpr Codes codes = decltype(kind)::value;
-    chosen<1, kTokens>(tokens, [&](auto t) {
+    some_tokens(tokens, [&](auto t) {
+      const Each<const float*> all(h, tokens);
+      const Each<float*> totals(total, tokens);
       const auto with = [&](auto narrowing) {
         constexpr Narrowing mine = decltype(narrowing)::value;
         if constexpr (may_be<codes>(mine)) {
-          columns_of_codes<codes, mine, t.value>(f, record, first, rows, column, n, h, total);
+          columns_of_codes<codes, mine, t.value>(f, record, first, rows, column, n, all.of, totals.of);
         }
       };
       switch (how) {

@@ -551,6 +551,9 @@ struct Elements {
   Elements from(int64_t at) const { return {codes + at, plane, highs + at, high_plane}; }
 };
 
+// Vectors of four floats are not compiled for each plane.
+constexpr bool kPlaneAtRunTime = L < 8;
+
 // 2·L bfloat16 weights from each 2·L elements: even ones and odd ones are the halves of 32-bit lanes,
 // before and after. scales(at, odd): of even or of odd ones. quick: (code − zero) · scale is exact
 // and short (short_weights), and scales are as scale_of has them; else their zeros are a group's zero
@@ -560,7 +563,8 @@ INLINE int64_t pairs_of(Elements c, int64_t n, bool half, Scales scales, uint16_
   constexpr int bits = bits_of(kind);
   int64_t at = 0;
   for (; at + 2 * L <= n; at += 2 * L) {
-    const vu both = load<vu>(c.codes + at);
+    vu both = load<vu>(c.codes + at);
+    if (kPlaneAtRunTime) both = both >> (uint32_t)(bits * c.plane);
     const Scale first = scales(at, 0), second = scales(at, 1);
     if constexpr (quick) {
       const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
@@ -592,7 +596,7 @@ INLINE bool is_quick(const Coding& c) {
 template <Codes kind, class Scales>
 INLINE int64_t pairs(const Coding& c, Elements e, int64_t n, Scales scales, uint16_t* out) {
   const bool half = c.product == Rounding::F16;
-  return chosen<0, 16 / bits_of(kind) - 1>(e.plane, [=, &c](auto p) {
+  return chosen<0, kPlaneAtRunTime ? 0 : 16 / bits_of(kind) - 1>(e.plane, [=, &c](auto p) {
     if constexpr (is_plain(kind)) {
       if (is_quick<kind>(c)) return pairs_of<kind, p.value, true>(e, n, half, scales, out);
     }

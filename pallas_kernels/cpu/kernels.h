@@ -72,12 +72,17 @@ static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 // apart would share a few sets of the first cache.
 static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 0 : 512); }
 
+constexpr int64_t kIntegerTokens = 64;  // of one call of `integer_columns`, at most
+
 // Floats of n quantized numbers, and of scratch memory of products with them: for rows of D, and for n
 // columns of a matrix of I rows.
-static inline int64_t quantized_size(int64_t n) { return n / 2 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8); }
-static inline int64_t integer_scratch(int64_t hidden) { return hidden + 128; }
+static inline int64_t quantized_size(int64_t n) { return n / 4 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8); }
+static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
+  return hidden + 128 + (tokens < kTokens ? 0 : 10 * hidden + 16 * 8 * kIntegerTokens);
+}
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
-  return (n + 7) / 8 * 8 * (2 + tokens * (width / 16 + 8));
+  const int64_t few = tokens < kTokens ? tokens : kTokens;
+  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + 4 * width + 16 * 8 * kIntegerTokens;
 }
 constexpr int64_t kIntegerColumns = 256;  // of one call of `integer_columns`, as ops make it
 
@@ -200,10 +205,11 @@ struct Kernels {
   // ---- matrices with a unit: products of their codes with numbers of 8 bits (integers.h)
   // n numbers, a multiple of 32, into quantized_size(n) floats.
   void (*quantize)(const float* x, int64_t n, float* out);
-  // `dots` with rows of gate or up, for any number of tokens. x: quantized. scratch: integer_scratch(D).
+  // `dots` with rows of gate or up, for any number of tokens. x: quantized. scratch:
+  // integer_scratch.
   void (*integer_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                        const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch);
-  // y[t] = h[t] · down^T, n columns from `column` on, for tokens ≤ kTokens. h: quantized. scratch:
+  // y[t] = h[t] · down^T, n columns from `column` on, for tokens ≤ kIntegerTokens. h: quantized. scratch:
   // integer_columns_scratch.
   void (*integer_columns)(const Format& format, const uint16_t* record, int64_t column, int64_t n,
                           const float* const* h, int64_t tokens, float* const* y, float* scratch);

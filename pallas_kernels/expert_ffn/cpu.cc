@@ -113,7 +113,7 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
   if (e.format->matrix[matrix].unit) {
     std::vector<const float*> whole(e.tokens);
     for (int64_t t = 0; t < e.tokens; t++) whole[t] = work.whole + (x[t] - work.x) / work.x_width * work.whole_width;
-    Buffer<float> scratch(integer_scratch(hidden));
+    Buffer<float> scratch(integer_scratch(hidden, e.tokens));
     return work.k.integer_dots(*e.format, e.record, matrix, first, rows, whole.data(), e.tokens, y, kMostRows,
                                scratch.get());
   }
@@ -253,17 +253,18 @@ void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums
 void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
   const int64_t size = quantized_size(c.width);
-  Buffer<float> quantized(kTokens * size), scratch(integer_columns_scratch(c.width, kIntegerColumns, kTokens));
-  for (int64_t t0 = 0; t0 < e.tokens; t0 += kTokens) {
-    const int64_t tokens = std::min(kTokens, e.tokens - t0);
-    const float* h[kTokens];
+  const int64_t most = std::min(kIntegerTokens, e.tokens);
+  Buffer<float> quantized(most * size), scratch(integer_columns_scratch(c.width, kIntegerColumns, most));
+  for (int64_t t0 = 0; t0 < e.tokens; t0 += most) {
+    const int64_t tokens = std::min(most, e.tokens - t0);
+    const float* h[kIntegerTokens];
     for (int64_t t = 0; t < tokens; t++) {
       work.k.quantize(work.h + (e.first + t0 + t) * work.h_width, c.width, &quantized[t * size]);
       h[t] = &quantized[t * size];
     }
     for (int64_t at = first; at < first + count; at += kIntegerColumns) {
       const int64_t n = std::min(kIntegerColumns, first + count - at);
-      float* y[kTokens];
+      float* y[kIntegerTokens];
       for (int64_t t = 0; t < tokens; t++) y[t] = c.y + work.pairs[e.first + t0 + t] * c.records.hidden + at;
       work.k.integer_columns(*e.format, e.record, at, n, h, tokens, y, scratch.get());
       for (int64_t t = 0; t < tokens; t++) add_biases(work, e, DOWN, at, n, y[t]);

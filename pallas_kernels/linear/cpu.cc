@@ -61,7 +61,7 @@ void block_of_codes(const Kernels& k, const Product& p, const CodedRows& part, c
                     int64_t width, int64_t first, int64_t last, int64_t output) {
   const int64_t rows = last - first, size = size_of(p.type);
   if (part.format.matrix[UP].unit) {
-    Buffer<float> scratch(integer_scratch(p.inputs));
+    Buffer<float> scratch(integer_scratch(p.inputs, p.tokens));
     return outputs_of(k, p, x, width, output, rows,
                       [&](const float* const* operands, int64_t tokens, float* y) {
                         k.integer_dots(part.format, part.record, UP, first, rows, operands, tokens, y,
