@@ -45,6 +45,8 @@ class Task:
     """The version of moejax's experts; None: as the checkpoint has them."""
     arithmetic: str = "exact"
     """Of moejax."""
+    dtype: str | None = None
+    """Of moejax; None: as the checkpoint has it."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
@@ -90,6 +92,7 @@ class MoejaxEngine:
             expert_budget=0,  # the store is the same memory: cells would only be copies
             precision=task.precision,
             arithmetic=task.arithmetic,
+            dtype=task.dtype,
             threads=task.threads,
             max_num_seqs=task.batch,
             max_model_len=max(task.context + task.steps, task.prompt) + 2,
@@ -293,7 +296,8 @@ def serve(engine_name: str, task: Task) -> None:
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
     """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"}, {"what": "check",
-    "batch"} or, of moejax, {"what": "floor", "batch", "tokens"}."""
+    "batch", "logits"}, which writes logits into a file if one is named, or, of moejax,
+    {"what": "floor", "batch", "tokens"}."""
     if question["what"] == "floor":
         assert isinstance(engine, MoejaxEngine)
         return {"seconds": engine.floor(question["batch"], question["tokens"])}
@@ -309,17 +313,24 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
 
     if question["what"] == "check":
         following = tokens[:, task.context + 1 :]
-        return {"scores": [scores(step(i), following[:, i]) for i in range(task.steps)]}
+        found = np.stack([step(i) for i in range(task.steps)])
+        if path := question.get("logits"):
+            np.save(path, found)
+        return {"scores": [scores(each, following[:, i]) for i, each in enumerate(found)]}
     step(0)  # caches of another engine's weights are nobody's step
     return {"seconds": timed_steps(step, task.steps, question["seconds"])}
 
 
 def scores(logits: np.ndarray, tokens: np.ndarray) -> list[float]:
     """Log-probabilities of the tokens [batch] by the logits [batch, V]."""
-    wide = np.asarray(logits, np.float64)
-    top = wide.max(axis=1)
-    total = top + np.log(np.sum(np.exp(wide - top[:, None]), axis=1))
-    return (wide[np.arange(len(tokens)), tokens] - total).tolist()
+    return log_softmax(logits)[np.arange(len(tokens)), tokens].tolist()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """In float64, along the last axis."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.sum(np.exp(wide), axis=-1, keepdims=True))
 
 
 def timed_steps(step: Callable[[int], object], most: int, limit_s: float = 0.0) -> list[float]:

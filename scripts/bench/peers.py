@@ -21,6 +21,9 @@ stages:
 
 --arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
 
+--quality adds, in stages of one GGUF file, how far each engine's distributions and logits are from
+those of the same file dequantized to float32 (by moejax).
+
 `floor` is the time of reading the bytes of a step at the memory's measured rate: weights, states,
 KV, and the experts that its tokens choose if all are equally likely.
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
@@ -54,7 +57,7 @@ import numpy as np
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import median_interval
-from scripts.bench.peer_engines import Task
+from scripts.bench.peer_engines import Task, log_softmax
 from scripts.parts.big_checkpoint import write_checkpoint
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.places import REPOSITORY
@@ -180,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
     choices, text = ("exact", "int8"), "of another moejax (default: there is none)"
     add("--arithmetic", default="exact", choices=choices, help=text)
+    add("--quality", action="store_true", help="logits beside those of the file in float32")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
@@ -239,6 +243,8 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
         for name, worker in workers.items():
             said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
         said += agreement(workers, AGREEMENT[stage])
+        if args.quality and STAGES[stage][0].endswith("all"):
+            said += quality(workers)
         rows = measure(args, workers)
     yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
 
@@ -350,6 +356,39 @@ def agreement(workers: Mapping[str, Worker], most: float) -> list[str]:
         if not np.median(apart) <= most:
             raise RuntimeError(f"the engines do not compute the same (over {most}): {lines[-1]}")
     return lines
+
+
+def quality(workers: Mapping[str, Worker]) -> list[str]:
+    """How far the engines' logits are from those of the first one's file in float32, in words."""
+    task = next(iter(workers.values())).task
+    exact = Worker(
+        "moejax", sys.executable, dataclasses.replace(task, arithmetic="exact", dtype="float32")
+    )
+    with contextlib.closing(exact), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "logits.npy")
+
+        def logits(worker: Worker) -> np.ndarray:
+            worker.ask("check", batch=task.batch, logits=str(path))
+            return np.load(path)
+
+        exact.answer()
+        wanted = logits(exact)
+        return [
+            f"{name} beside the file in float32: {deviation(wanted, logits(worker))}"
+            for name, worker in workers.items()
+        ]
+
+
+def deviation(wanted: np.ndarray, found: np.ndarray) -> str:
+    """How far logits [..., V] are from others, in words."""
+    first, second = map(log_softmax, (wanted, found))
+    divergence = np.sum(np.exp(first) * (first - second), axis=-1)
+    same = np.mean(wanted.argmax(-1) == found.argmax(-1))
+    return (
+        f"KL divergence {divergence.mean():.2e} (largest {divergence.max():.2e}), largest logit "
+        f"error {np.abs(found - wanted).max():.3f} of a standard deviation of {wanted.std():.2f}, "
+        f"{same:.1%} have the same likeliest token"
+    )
 
 
 def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """The bench of peers: which engines a stage has, and what moejax computes for it."""
 
+import numpy as np
 import pytest
 
 from scripts.bench.peer_engines import MoejaxEngine, Task, answered
-from scripts.bench.peers import STAGES, engines_of
+from scripts.bench.peers import STAGES, deviation, engines_of
 from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
 
@@ -31,3 +32,11 @@ def test_a_sequence_begins_behind_its_context_whatever_stands_beside_it(tmp_path
     )
     assert [step[:1] for step in several] == one
     engine.llm.close()
+
+
+def test_logits_are_compared_by_divergence_and_by_the_largest_error():
+    even, uneven = np.zeros((1, 2), np.float32), np.log(np.array([[3, 1]], np.float32))
+    said = deviation(even, uneven)  # ½ ln(½ ÷ ¾) + ½ ln(½ ÷ ¼) = 0.1438; ln 3 = 1.099
+    assert "divergence 1.44e-01 (largest 1.44e-01)" in said and "error 1.099" in said
+    assert "100.0% have" in said and "divergence 0.00e+00" in deviation(uneven, uneven + 5)
+    assert "divergence 1.31e-01" in deviation(uneven, even)  # not the other way round
