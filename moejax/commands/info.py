@@ -97,8 +97,11 @@ def _run(args: argparse.Namespace) -> int:
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
     own, longest = info.own_versions, info.max_model_len
     one = {version: info.versions[version]["record_bytes"] for version in own}
+    on_cpu = model_info(config, args.dtype, weights.coded if weights else None).device_bytes
+    coded = {} if on_cpu == info.device_bytes else {"the same on a CPU, matrices in codes": on_cpu}
     sizes = {
         "on the device for good": info.device_bytes,
+        **coded,
         f"experts in host memory, {' and '.join(own)}": info.experts
         * sum(layers * one[version] for version, layers in own.items()),
         **{f"one expert, {version}": one[version] for version in own},

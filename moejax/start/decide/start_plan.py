@@ -488,8 +488,11 @@ def _result_notes(steps: StepSpec) -> list[str]:
             "on which experts are resident; they are not those of full residency"
         )
     if steps.ops.arithmetic != "exact":
+        only = ""
+        if steps.ops.linear != "cpu" or steps.dtype != "bfloat16":
+            only = " of experts (other matrices stay in codes by native ops in bfloat16 only)"
         notes.append(
-            f"arithmetic {steps.ops.arithmetic}: in products with weights in integer codes "
+            f"arithmetic {steps.ops.arithmetic}: in products with weights{only} in integer codes "
             "activations are rounded to 8 bits; the output has other bits than with exact"
         )
     if (delta := steps.cache_aware_routing) is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.fingerprint import fingerprint
@@ -225,18 +226,23 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops,
 
 
 @pytest.mark.slow
-def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(directory):
+def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(directory, capsys):
     path = directory / "coded.gguf"
     gguf_model(path, experts="Q4_K", others="Q6_K", **WIDE)
     found = run(path, "bfloat16")
     assert found[1] == run(directory / "coded-dense", "bfloat16")[1]
     whole, same = (load_checkpoint(path, coded=coded) for coded in (True, False))
-    loaded, plain, (config, weights) = whole.params, same.params, read_headers(path)
+    loaded, plain, (config, weights), sizes = whole.params, same.params, read_headers(path), []
     for model, coded in ((whole, weights.coded), (same, {})):  # which a dry run has from headers
         without = facts_without_weights(config, "auto", whole.store.versions, coded=coded)
         facts = facts_of(model)
         assert (without.param_bytes, without.read_bytes) == (facts.param_bytes, facts.read_bytes)
         assert model_info(config, "auto", coded).device_bytes == facts.param_bytes
+        sizes.append(format_bytes(facts.param_bytes))
+    assert main(["info", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    text = "on the device for good {1} the same on a CPU, matrices in codes {0} "
+    assert text.format(*sizes) in said
     pairs = [(loaded["lm_head"], plain["lm_head"][None])]
     pairs += [(run["qkv"], plain["runs"][i]["qkv"]) for i, run in enumerate(loaded["runs"])]
     for coded, whole in pairs:

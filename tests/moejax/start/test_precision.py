@@ -10,7 +10,7 @@ import pytest
 
 from host_offload.policies.budget.layer_cells import LayerCells
 from moejax import LLM, UserError
-from moejax.start.decide.start_plan import check_arithmetic
+from moejax.start.decide.start_plan import _result_notes, check_arithmetic
 from moejax.start.options import Config
 from moejax.start.precision import precision_stats
 from moejax.start.settings import parse_precision
@@ -40,6 +40,18 @@ def test_integer_products_of_experts_without_integers_are_refused():
         with pytest.raises(UserError, match=f"these, {found}, have none; add precision int8"):
             check_arithmetic(ops, formats)
     check_arithmetic(ops, (VersionFormats(fp8, fp8), VersionFormats(int4, int4)))
+
+
+@pytest.mark.parametrize(
+    ("linear", "dtype", "experts_only"),
+    [("cpu", "bfloat16", False), ("cpu", "float32", True), ("xla", "bfloat16", True)],
+)
+def test_results_say_which_products_are_of_integers(linear, dtype, experts_only):
+    ops = SimpleNamespace(arithmetic="int8", linear=linear)
+    unused = dict.fromkeys(("queue", "second", "cache_aware_routing"))
+    steps: Any = SimpleNamespace(ops=ops, dtype=dtype, **unused)
+    (note,) = _result_notes(steps)
+    assert ("with weights of experts (other matrices" in note) == experts_only
 
 
 def test_stats_without_control_say_what_was_asked_for():
