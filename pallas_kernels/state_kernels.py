@@ -21,12 +21,17 @@ from pallas_kernels.triton import (
     is_interpreted,
     power_of_two_divisor,
     scalar,
+    tile_mask,
     triton_call,
 )
 
 VALUES = 1024
 """Values of the matrices that a warp holds: 32 a thread. A program with one warp has no barrier in
 the sums of its tokens."""
+
+TOKENS = 16
+"""Tokens by which runs of several rows advance matrices at once, by products of matrices: the rows
+of their smallest tile. They begin at multiples of it in their sequence."""
 
 
 class Where(NamedTuple):
@@ -161,29 +166,51 @@ class Tile:
     num_warps: int
 
 
-def configuration(matrices: Matrices, page: StatePage) -> Tile:
-    """The tile of a program: all rows of some columns of one matrix, VALUES a warp.
+def configuration(matrices: Matrices, page: StatePage, tokens: int) -> Tile:
+    """The tile of a program that advances a matrix by so many tokens at once: all rows of some
+    columns of one matrix; of a single token VALUES a warp.
 
     A token needs sums over rows, and nothing of other columns. The columns divide a KV row, so a
     row of the tile is contiguous.
     """
-    rows = pl.next_power_of_2(matrices.rows)
-    whole = math.gcd(matrices.columns, page.row_elements // 2)
+    rows, whole = pl.next_power_of_2(matrices.rows), _whole(matrices, page)
+    if tokens > 1:  # with more columns, or fewer warps, the parts of products spill
+        return Tile(max(rows, TOKENS), TOKENS, num_warps=8)
     columns = power_of_two_divisor(whole, max(VALUES // rows, 1))
     return Tile(rows, columns, num_warps=min(max(rows * columns // VALUES, 1), 8))
+
+
+def _whole(matrices: Matrices, page: StatePage) -> int:
+    """Columns whose divisors divide a matrix and a KV row."""
+    return math.gcd(matrices.columns, page.row_elements // 2)
+
+
+class Cut(NamedTuple):
+    """What of a head's matrix a program has."""
+
+    head: jax.Array
+    row: jax.Array
+    """int32[R]"""
+    held: jax.Array | None
+    """bool[R], which of these exist; None: all."""
+    column: jax.Array
+    """int32[C]"""
 
 
 class OfTile(NamedTuple):
     """What a program computes with, made from its operands once."""
 
-    load: Callable[[jax.Array], Any]
-    """A token's row → its inputs, a pytree of arrays."""
-    step: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
-    """(float32 matrix [rows, columns], inputs) → (the next one, the output [columns])."""
+    load: Callable[..., Any]
+    """A token's row → its inputs, a pytree of arrays. Of TOKENS: their rows, and which of these are
+    new tokens, → inputs, 0 for all others."""
+    step: Callable[..., tuple[jax.Array, jax.Array]]
+    """(float32 matrix [rows, columns], inputs) → (the next one, the output [columns]). Of TOKENS:
+    (matrix, inputs, which are new tokens) → (the next one, outputs [TOKENS, columns])."""
 
 
 def advance_matrices(
-    make: Callable[..., OfTile],
+    one: Callable[..., OfTile],
+    several: Callable[..., OfTile] | None,
     operands: Any,
     arena: jax.Array,
     where: Where,
@@ -193,28 +220,35 @@ def advance_matrices(
     name: str,
     out: jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances the matrices of a step's runs token by token, as `state_pages.advance` does.
+    """Advances the matrices of a step's runs: runs of one row token by token, as
+    `state_pages.advance` does; others by TOKENS.
 
-    A token's bits do not depend on its run: every token goes through one loop body with one tile.
+    Bits depend on the sequence's tokens, and on where its runs of several rows begin and end if
+    that is within TOKENS; on nothing else of a step, since all goes through one loop body with one
+    tile.
 
-    - `make`: (operands, head, rows int32[R], which of these exist or None, columns int32[C]) →
-      OfTile.
+    - `one`, `several`: (operands, Cut) → OfTile, of a token and of TOKENS. Runs of several rows go
+      token by token too if several is None, or if tiles would be too narrow for a product.
     - `out`: [T, heads · columns].
 
     Returns (out, arena). Raises ValueError for KV rows of odd length.
     """
     if page.row_elements % 2:
         raise ValueError(f"{name} 'pallas' takes KV rows of whole float32 values, not {page}")
-    tile = configuration(matrices, page)
+    runs = where.start.shape[0]
+    make, tokens = one, 1
+    if several and out.shape[0] > runs and _whole(matrices, page) % TOKENS == 0:
+        make, tokens = several, TOKENS
+    tile = configuration(matrices, page, tokens)
     kernel = functools.partial(
-        _advance, make=make, tile=tile, matrices=matrices, page=page, runs=where.start.shape[0]
+        _advance, make=make, tokens=tokens, tile=tile, matrices=matrices, page=page, runs=runs
     )
     tiles = matrices.heads * (matrices.columns // tile.columns)
     options = {"name": name, "tiles": tiles, "out": out, "num_warps": tile.num_warps}
     return state_call(kernel, operands, arena, where, page, **options)
 
 
-def _advance(operands, where, _, out, arena, *, make, tile, matrices, page, runs):
+def _advance(operands, where, _, out, arena, *, make, tokens, tile, matrices, page, runs):
     """The columns of one tile of one head, of one run or of all.
 
     Writes: program (n, i) alone reads and writes its columns of its matrices, and out[:, its
@@ -224,7 +258,7 @@ def _advance(operands, where, _, out, arena, *, make, tile, matrices, page, runs
     head, first = pl.program_id(1) // across, pl.program_id(1) % across * tile.columns
     row, column = jnp.arange(tile.rows), first + jnp.arange(tile.columns)
     held = None if tile.rows == matrices.rows else row < matrices.rows
-    of_tile = make(operands, head, row, held, column)
+    of_tile = make(operands, Cut(head, row, held, column))
     size = out.shape[0] // runs
     elements = 2 * ((head * matrices.rows + row) * matrices.columns + first)
     halves = jnp.arange(2 * tile.columns)
@@ -238,28 +272,94 @@ def _advance(operands, where, _, out, arena, *, make, tile, matrices, page, runs
         mask = jnp.broadcast_to(condition, shape)
         return mask if held is None else mask & held[:, None]
 
+    def tokens_of(n, length, b):
+        """What `load` takes of block b of a run, and where its outputs go."""
+        columns = head * matrices.columns + column
+        if tokens == 1:
+            token = n * size + jnp.minimum(b, length - 1)
+            return (token,), out.at[token, columns], None
+        row = b * tokens + jnp.arange(tokens)
+        new, row = (row >= where.skip[n]) & (row < length), n * size + row
+        mask = tile_mask(new, None, (tokens, tile.columns))
+        return (row, new), out.at[row[:, None], columns[None]], mask
+
     def of_run(n):
         mask = masked(jnp.logical_not(begins(where, n)))
         state = _wide(plgpu.load(at(sources(where), n), mask=mask, other=0))
         length = where.length[n]
+        given = functools.partial(tokens_of, n, length)
 
-        def of_token(t, carry):
+        def of_block(b, carry):
             state, inputs = carry
-            # The next token's inputs are on their way while this one is computed.
-            following = of_tile.load(n * size + jnp.minimum(t + 1, length - 1))
-            state, y = of_tile.step(state, inputs)
-            at_token = out.at[n * size + t, head * matrices.columns + column]
-            plgpu.store(at_token, y.astype(out.dtype))
+            # The next tokens' inputs are on their way while these are computed.
+            following = of_tile.load(*given(b + 1)[0])
+            (_, *new), to, mask = given(b)
+            state, y = of_tile.step(state, inputs, *new)
+            plgpu.store(to, y.astype(out.dtype), mask=mask)
             return state, following
 
-        begin = where.skip[n]
-        carry = state, of_tile.load(n * size + begin)
-        state, _ = lax.fori_loop(begin, length, of_token, carry)
+        width = jnp.int32(tokens)
+        begin, end = lax.div(where.skip[n], width), lax.div(length + tokens - 1, width)
+        state, _ = lax.fori_loop(begin, end, of_block, (state, of_tile.load(*given(begin)[0])))
         bits = _halves(state)
         for table in targets(where):
             plgpu.store(at(table, n), bits, mask=masked(table[n, 0] >= 0))
 
     each_run(where, of_run)
+
+
+def product(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
+    """The product of float32 matrices, each as the sum of two bfloat16 ones, without the product of
+    the lesser ones: to 2^-16, where a GPU's own product of float32 is to 2^-11."""
+    (a, a_rest), (b, b_rest) = _parts(a), _parts(b)
+    small = plgpu.dot(a, b_rest, **transposed) + plgpu.dot(a_rest, b, **transposed)
+    return small + plgpu.dot(a, b, **transposed)
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+class Decays(NamedTuple):
+    """What the tokens of a block lose of a state, as logarithms. No exponent here is above 0."""
+
+    lost: jax.Array
+    """[TOKENS, rows or 1], by all tokens up to each."""
+    in_all: jax.Array
+    """[rows or 1], by all of the block."""
+
+    @classmethod
+    def of(cls, lost: jax.Array) -> Decays:
+        """Of what each token alone loses."""
+        return cls(jnp.cumsum(lost, axis=0), jnp.sum(lost, axis=0))
+
+    @property
+    def kept(self) -> jax.Array:
+        """What is left of the state before the block at each token."""
+        return jnp.exp(self.lost)
+
+    def between(self) -> jax.Array:
+        """What is left at token t of what token i ≤ t wrote, [TOKENS, TOKENS], if all rows decay
+        alike."""
+        return jnp.exp(jnp.minimum(self.lost - self.lost.reshape(1, TOKENS), 0))
+
+    def advance(self, state: jax.Array, keys: jax.Array, changes: jax.Array) -> jax.Array:
+        """The state after the block, to which each token adds the outer product of its key and its
+        change."""
+        left = keys * jnp.exp(jnp.minimum(self.in_all[None] - self.lost, 0))
+        return state * jnp.exp(self.in_all)[:, None] + product(left, changes, trans_a=True)
+
+
+def row_of(number: jax.Array, x: jax.Array) -> jax.Array:
+    """Row number of a matrix, in registers."""
+    here = jnp.arange(x.shape[0]) == number
+    return jnp.sum(jnp.where(here[:, None], x, 0), axis=0)
+
+
+def column_of(number: jax.Array, x: jax.Array) -> jax.Array:
+    here = jnp.arange(x.shape[1]) == number
+    return jnp.sum(jnp.where(here[None], x, 0), axis=1)
 
 
 def _wide(halves: jax.Array) -> jax.Array:

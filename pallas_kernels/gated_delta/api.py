@@ -99,8 +99,10 @@ def gated_delta(
         S = exp(−exp(a_log) · softplus(decay + dt_bias)) · S, of each head or of each row
         S = S + k ⊗ (sigmoid(beta) · (v − kᵀ S)),  out = qᵀ S
 
-    in float32 and in this order for each token, so bits depend on the sequence's tokens alone. The
-    convolution is rounded to the inputs' dtype before and after silu, as in transformers.
+    in float32 and in this order for each token, so bits depend on the sequence's tokens alone.
+    'pallas' advances runs of several tokens by state_kernels.TOKENS at once: there they depend on
+    the tokens, and on where such a run begins or ends within TOKENS. The convolution is rounded to
+    the inputs' dtype before and after silu, as in transformers.
 
     - `layer`: counted over layers with state.
 

@@ -26,8 +26,9 @@ SPECS = (
     Spec((1,), "float32"),
     Spec((1, 5, 3), "bfloat16"),
     Spec((7, 2), "float32", page_rows=1000),
-    Spec((4,), "float16", DeltaShape(1, 1, 16, 8, 2)),
+    Spec((37,), "float16", DeltaShape(1, 2, 16, 16, 2), row_values=32),
     Spec((9,), "float32", DeltaShape(1, 3, 4, 4, 3), row_values=7),
     Spec((6, 3), "bfloat16", DeltaShape(3, 3, 8, 8, 4, each=True)),
+    Spec((6, 40), "bfloat16", DeltaShape(2, 2, 24, 16, 4, each=True), row_values=32),
     Spec((6, 3), "bfloat16", DeltaShape(3, 6, 8, 4, 4), by_key_head=True),
 )

@@ -92,6 +92,7 @@ def selective_scan(
         S = exp(−exp(a_log) · dt) · S + B ⊗ (dt · x),  out = Cᵀ S + skip · x
 
     in float32 and in this order for each token, so bits depend on the sequence's tokens alone.
+    'pallas' advances runs of several tokens of Mamba-2 as gated_delta does.
 
     - `layer`: counted over layers with state.
 

@@ -1,4 +1,5 @@
-"""selective_scan as one Triton-lowered kernel."""
+"""selective_scan as one Triton-lowered kernel, of Mamba-2 by products of matrices where a run has
+several tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.state_kernels import (
+    TOKENS,
+    Decays,
     Matrices,
     OfTile,
     Where,
     advance_matrices,
     check_dtype,
+    product,
     softplus,
 )
-from pallas_kernels.triton import scalar
+from pallas_kernels.triton import scalar, tile_mask
 
 
 def selective_scan(inputs, weights, arena, sequences, layer, options):
@@ -25,7 +29,9 @@ def selective_scan(inputs, weights, arena, sequences, layer, options):
     check_dtype("selective_scan", dtype)
     of_layer = weights.a_log, weights.dt_bias, weights.skip, scalar(weights.stack_layer)
     return advance_matrices(
-        functools.partial(_of_tile, shape=shape, limits=options.limits),
+        functools.partial(_of_token, shape=shape, limits=options.limits),
+        # The rates of Mamba differ by value and by row: its decays are in no product of matrices.
+        None if shape.each else functools.partial(_of_tokens, shape=shape, limits=options.limits),
         (*inputs, *of_layer),
         *(arena, Where.of(sequences, layer), options.page),
         Matrices(shape.heads, shape.state, shape.head_dim),
@@ -34,7 +40,8 @@ def selective_scan(inputs, weights, arena, sequences, layer, options):
     )
 
 
-def _of_tile(operands, head, row, held, column, *, shape, limits):
+def _of_token(operands, cut, *, shape, limits):
+    head, row, held, column = cut
     xbc, dt, a_log, dt_bias, skip, stack_layer = operands
     layer, value = stack_layer[0], head * shape.head_dim + column
     group = head // (shape.heads // shape.groups) * shape.state
@@ -68,11 +75,51 @@ def _of_tile(operands, head, row, held, column, *, shape, limits):
 
     def step(state, inputs):
         x, key, read, time = inputs
-        time = jnp.maximum(softplus(time + bias), limits[0])
-        if limits[1] < math.inf:
-            time = jnp.minimum(time, limits[1])
+        time = _limited(softplus(time + bias), limits)
         kept = jnp.exp(rates * (time[None] if shape.each else time))
         state = state * kept + key[:, None] * (x * time)[None]
         return state, jnp.sum(state * read[:, None], axis=0) + through * x
 
     return OfTile(load, step)
+
+
+def _of_tokens(operands, cut, *, shape, limits):
+    """TOKENS at once (Mamba-2, arXiv:2405.21060): with G the sum of the logarithms of decays, S the
+    state before,
+
+        out_t = (exp(G_t) C_t)ᵀ S + Σ_{i≤t} exp(G_t − G_i) C_tᵀ B_i dt_i x_i + skip x_t
+    """
+    xbc, dt, a_log, dt_bias, skip, stack_layer = operands
+    layer, number = stack_layer[0], jnp.arange(TOKENS)
+    value = cut.head * shape.head_dim + cut.column
+    key = shape.values + cut.head // (shape.heads // shape.groups) * shape.state + cut.row
+    rate, bias, through = (x[layer, cut.head].astype(jnp.float32) for x in (a_log, dt_bias, skip))
+    rate = -jnp.exp(rate)
+
+    def load(token, new):
+        keys = tile_mask(new, cut.held, (TOKENS, cut.row.size))
+        values = tile_mask(new, None, (TOKENS, cut.column.size))
+        columns = (value, values), (key, keys), (key + shape.groups * shape.state, keys)
+        return (
+            *(
+                plgpu.load(xbc.at[token[:, None], at[None]], mask=mask, other=0)
+                for at, mask in columns
+            ),
+            plgpu.load(dt.at[token, cut.head], mask=new, other=0),
+        )
+
+    def step(state, inputs, new):
+        x, key, read, time = (each.astype(jnp.float32) for each in inputs)
+        time = jnp.where(new, _limited(softplus(time + bias), limits), 0)[:, None]
+        decays = Decays.of(rate * time)
+        pairs = product(read, key, trans_b=True) * decays.between()
+        pairs = jnp.where(number[:, None] >= number[None], pairs, 0)
+        out = product(read * decays.kept, state) + product(pairs, x * time) + through * x
+        return decays.advance(state, key, x * time), out
+
+    return OfTile(load, step)
+
+
+def _limited(time, limits):
+    time = jnp.maximum(time, limits[0])
+    return jnp.minimum(time, limits[1]) if limits[1] < math.inf else time

@@ -27,6 +27,6 @@ SPECS = (
     Spec((1,), "float32"),
     Spec((1, 5, 3), "bfloat16", limits=(0.3, 0.9)),
     Spec((7, 2), "float32", ScanShape(2, 20, 1, 16, each=True), page_rows=1000),
-    Spec((4,), "float16", ScanShape(3, 16, 3, 4)),
+    Spec((37,), "float16", ScanShape(3, 16, 3, 16), row_values=32),
     Spec((9,), "float32", ScanShape(3, 5, 1, 4, each=True), row_values=7),
 )

@@ -1,12 +1,18 @@
 """What the contracts of ops share that advance states of sequences: their pages, and steps."""
 
+import dataclasses
+
 import numpy as np
 
+from pallas_kernels.state_kernels import TOKENS
 from pallas_kernels.state_pages import Sequences
 from tests.pallas_kernels import contract
-from tests.pallas_kernels.contract import close, draw
+from tests.pallas_kernels.contract import close, draw, same_bits
 
 STACK_LAYER = 1
+
+ROWS = 32
+"""Of a run of several tokens."""
 
 
 def stacked(rng, *shape):
@@ -46,7 +52,7 @@ def by_steps(spec, implementation, inputs, arena, pages, sizes, *, run, names):
         runs = [s for s in range(len(ends)) if done[s] < spec.lengths[s]]
         if not runs:
             break
-        width = 8 if size > 1 else 1
+        width = ROWS if size > 1 else 1
         begin = done[runs] // width * width
         stop = np.minimum(np.minimum(done[runs] + size, begin + width), np.take(spec.lengths, runs))
         place = np.minimum(starts[runs][:, None] + begin[:, None] + np.arange(width), ends[-1] - 1)
@@ -65,7 +71,7 @@ def by_steps(spec, implementation, inputs, arena, pages, sizes, *, run, names):
 
 
 def check_steps(op, spec, implementation, case, steps, recurrence):
-    """Compares an op with its recurrence in float64, in steps of many tokens and of one.
+    """Compares an op with its recurrence in float64, in steps of many tokens, of some and of one.
 
     - `case`: (spec, seed) → (inputs, arena, pages).
     - `steps`: `by_steps` of the op.
@@ -73,6 +79,37 @@ def check_steps(op, spec, implementation, case, steps, recurrence):
     """
     for seed in contract.SEEDS:
         inputs, arena, pages = case(spec, seed)
-        for sizes in ([8] * 8, [1] * 16):
+        for sizes in ([ROWS] * 2, [5] * 9, [1] * 40):
             got, _ = steps(spec, implementation, inputs, arena, pages, sizes)
             close(op, spec.dtype, got, recurrence(spec, inputs))
+
+
+def check_splits(spec, implementation, case, steps, by_token, names):
+    """Asserts the bits of outputs and states, whatever the steps and the other sequences.
+
+    - `by_token`: whether the implementation takes runs of several tokens one by one. If not, their
+      steps may end within TOKENS at the end of a prompt only, and tokens that are decoded have bits
+      of their own.
+    - `names`: of the inputs that have a row a token.
+
+    Returns (pages, the arena after, the arena after the last sequence alone).
+    """
+    inputs, arena, pages = case(spec, 0)
+    ones, wide = [1] * max(spec.lengths), [ROWS] * 8
+    groups = [[wide, [TOKENS] * 16, [TOKENS, *wide]], [ones]]
+    if by_token:
+        groups = [[wide, ones, [3, 1, 5, 8] * 10, [8, *ones]]]
+    last = len(spec.lengths) - 1
+    alone = dataclasses.replace(spec, lengths=spec.lengths[-1:])
+    first = sum(spec.lengths[:-1])
+    own = inputs | {name: inputs[name][first:] for name in names}
+    for sizes, *others in groups:
+        want, after = steps(spec, implementation, inputs, arena, pages, sizes)
+        for other in others:
+            got, states = steps(spec, implementation, inputs, arena, pages, other)
+            same_bits(got, want)
+            same_bits(states, after)
+        given = own, arena, pages[last:], [sizes, *others][-1]
+        got, of_one = steps(alone, implementation, *given)
+        same_bits(got, want[first:])
+    return pages, after, of_one

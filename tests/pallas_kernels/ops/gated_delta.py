@@ -5,12 +5,19 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_delta import DeltaHeads, DeltaOptions, DeltaWeights, api
+from pallas_kernels.gated_delta import DeltaHeads, DeltaOptions, DeltaShape, DeltaWeights, api
 from pallas_kernels.gated_delta.specs import SPECS, Spec
 from pallas_kernels.state_pages import Sequences, StatePage, state_rows
 from tests.pallas_kernels import contract, states
 from tests.pallas_kernels.contract import Contract, Mutant, compiled, draw, same_bits, wide
-from tests.pallas_kernels.states import STACK_LAYER, check_steps, new_pages, one_run, stacked
+from tests.pallas_kernels.states import (
+    STACK_LAYER,
+    check_splits,
+    check_steps,
+    new_pages,
+    one_run,
+    stacked,
+)
 
 COLUMNS = 30
 
@@ -56,7 +63,9 @@ def run(spec, implementation, inputs, arena, sequences):
     return op(heads, inputs["weights"], arena, sequences, np.int32(spec.layers - 1))
 
 
-by_steps = functools.partial(states.by_steps, run=run, names=("qkv", "beta", "decay"))
+NAMES = "qkv", "beta", "decay"
+
+by_steps = functools.partial(states.by_steps, run=run, names=NAMES)
 
 
 def recurrence(spec, inputs):
@@ -95,24 +104,19 @@ def check(spec, implementation):
 
 def bits_of_any_split(implementation):
     """Outputs and states, whatever the steps and the other sequences; nothing else is written."""
+    shapes = DeltaShape(1, 2, 16, 16, 4), DeltaShape(1, 1, 16, 16, 2, each=True)
     for dtype in contract.dtypes_of_bits(implementation):
-        spec = Spec((13, 30, 1), dtype)
-        inputs, arena, pages = case(spec, 0)
-        want, states = by_steps(spec, implementation, inputs, arena, pages, [8] * 8)
-        for sizes in ([1] * 40, [3, 1, 5, 8] * 10, [8, *[1] * 40]):
-            got, after = by_steps(spec, implementation, inputs, arena, pages, sizes)
-            same_bits(got, want)
-            same_bits(after, states)
-        alone = Spec((30,), dtype)
-        of = {name: inputs[name][13:43] for name in ("qkv", "beta", "decay")}
-        got, after = by_steps(alone, implementation, inputs | of, arena, pages[1:2], [2] * 20)
-        same_bits(got, want[13:43])
-        page, elements, *_ = options_of(spec, implementation).page
-        view, before = after.reshape(-1, elements), states.reshape(-1, elements)
-        own = (pages[1][:, None] + np.arange(page)).reshape(-1)
-        same_bits(view[own], before[own])
-        others = np.delete(view, own, axis=0)
-        assert others.size and np.all(others == contract.POISON)
+        for shape in shapes if dtype == "bfloat16" else shapes[:1]:
+            spec = Spec((13, 1, 40), dtype, shape, row_values=32)
+            pages, all_states, states = check_splits(
+                spec, implementation, case, by_steps, implementation != "pallas", NAMES
+            )
+            page, elements, *_ = options_of(spec, implementation).page
+            view, before = states.reshape(-1, elements), all_states.reshape(-1, elements)
+            own = (pages[-1][:, None] + np.arange(page)).reshape(-1)
+            same_bits(view[own], before[own])
+            others = np.delete(view, own, axis=0)
+            assert others.size and np.all(others == contract.POISON)
 
 
 def bits_of_a_copy(implementation):
@@ -126,7 +130,7 @@ def bits_of_a_copy(implementation):
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
 
     def step(arena, first, size, own, **more):
-        given = {name: inputs[name][first : first + size] for name in ("qkv", "beta", "decay")}
+        given = {name: inputs[name][first : first + size] for name in NAMES}
         where = Sequences(own, zero + first, zero, zero + size, np.int32(1), **more)
         out, arena = run(spec, implementation, inputs | given, arena, where)
         return np.asarray(out), np.array(arena)

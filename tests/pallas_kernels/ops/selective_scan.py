@@ -11,8 +11,15 @@ from pallas_kernels.selective_scan import ScanInputs, ScanOptions, ScanShape, Sc
 from pallas_kernels.selective_scan.specs import SPECS, Spec
 from pallas_kernels.state_pages import StatePage, state_rows
 from tests.pallas_kernels import contract, states
-from tests.pallas_kernels.contract import Contract, Mutant, compiled, draw, same_bits, wide
-from tests.pallas_kernels.states import STACK_LAYER, check_steps, new_pages, one_run, stacked
+from tests.pallas_kernels.contract import Contract, Mutant, compiled, draw, wide
+from tests.pallas_kernels.states import (
+    STACK_LAYER,
+    check_splits,
+    check_steps,
+    new_pages,
+    one_run,
+    stacked,
+)
 
 COLUMNS, FIRST_ROW = 30, 2
 
@@ -78,14 +85,13 @@ def check(spec, implementation):
 
 def bits_of_any_split(implementation):
     """Outputs and states, whatever the steps and the other sequences; nothing else is written."""
-    for shape in (Spec.shape, ScanShape(2, 20, 1, 16, each=True)):
-        spec = Spec((13, 30, 1), contract.dtypes_of_bits(implementation)[0], shape)
-        inputs, arena, pages = case(spec, 0)
-        want, states = by_steps(spec, implementation, inputs, arena, pages, [8] * 8)
-        for sizes in ([1] * 40, [3, 1, 5, 8] * 10):
-            got, after = by_steps(spec, implementation, inputs, arena, pages, sizes)
-            same_bits(got, want)
-            same_bits(after, states)
+    for shape in (ScanShape(4, 16, 2, 8), ScanShape(2, 20, 1, 16, each=True)):
+        dtype = contract.dtypes_of_bits(implementation)[0]
+        spec = Spec((13, 1, 40), dtype, shape, row_values=32)
+        by_token = implementation != "pallas" or shape.each
+        pages, states, _ = check_splits(
+            spec, implementation, case, by_steps, by_token, ("xbc", "dt")
+        )
         page = options_of(spec, implementation).page
         own = (spec.layers - 1) * page.layer_rows + np.arange(FIRST_ROW, page.layer_rows - 1)
         rows = pages[:, own // page.page_rows] + own % page.page_rows
