@@ -209,10 +209,11 @@ def test_of_copies_only_a_refused_one_is_begun_again():
     copies, begun, refused = [Copy(0, expert, 1, 8 * expert) for expert in range(3)], [], []
 
     def begin(given):
-        if copies[1] in given and not refused:
-            refused.append(1)
-            no_memory()
-        begun.extend(given)
+        for copy in given:
+            if copy == copies[1] and not refused:
+                refused.append(1)
+                no_memory()
+            begun.append(copy)
 
     changes = DeviceChanges(copies=copies[:])
     controller: Any = SimpleNamespace(arriving=None, changes=changes, stages=lambda number: [])
