@@ -45,8 +45,8 @@ class Task:
     """The version of moejax's experts; None: as the checkpoint has them."""
     arithmetic: str = "exact"
     """Of moejax."""
-    dtype: str | None = None
-    """Of moejax; None: as the checkpoint has it."""
+    dtype: str = "auto"
+    """Of moejax."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
