@@ -99,7 +99,8 @@ def play_stream(
             end[n] = begin[n] + decode[layer] + layer_s
         event(DEVICE, f"layer {layer}", end[n] - layer_s if not beside else begin[n], end[n], layer)
     shape = passes, layers
-    return StreamedPasses(*(times.reshape(shape) for times in (loaded, begin, end)), tuple(events))
+    loaded, begin, end = (times.reshape(shape) for times in (loaded, begin, end))
+    return StreamedPasses(loaded, begin, end, tuple(events))
 
 
 def _computing(work: float, shared: float, loss: float) -> float:

@@ -30,7 +30,7 @@ A ratio is the median of the rounds' ratios, with its 95% interval. A block that
 seconds is done in one round only.
 
 transformers computes in float32 where the processor has no bfloat16 products (AVX-512): its own are
-products one by one there, and did not end.
+products one by one there.
 
 needs, where a stage has the engine (--llama-python may be another environment's):
   pip install llama-cpp-python==0.3.36 gguf==0.19.0      # compiles for ten minutes
