@@ -128,6 +128,12 @@ def simulate(
             "which experts were resident, and with other policies or cells it would be another; "
             "replay the trace, or simulate one without"
         )
+    if "defer=" in (header.spec.get("placement") or "") and not as_run:
+        raise TraceError(
+            f"{trace.directory}: experts that were not resident were added a layer late "
+            "(placement defer=N), so with other policies or cells other experts would have been "
+            "routed; replay the trace, or simulate one without"
+        )
     policies = name_policies(policies, eviction, prefetch, placement)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)

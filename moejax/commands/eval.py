@@ -27,7 +27,7 @@ from moejax.commands.model import (
     start_llm,
     wants_cluster,
 )
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.start.fields import Description
 from moejax.start.options import OPTIONS
 
@@ -201,8 +201,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     options = engine_options(args)
     job = _perplexity(args, options) if args.task == "perplexity" else _tasks(args)
     # A run may continue with another budget, since that changes no figure. With cache-aware routing
-    # it does, so there all options count.
-    free = options.get("cache_aware_routing") is None
+    # and deferred experts it does, so there all options count.
+    from host_offload.policies.placement.placement_names import deferred
+
+    with user_errors(ValueError):
+        free = not (options.get("cache_aware_routing") or deferred(options.get("placement")))
     kept = {n: v for n, v in options.items() if not free or OPTIONS[n].changes_bits}
     found = {"options": by_content(kept), "defaults": DEFAULTS}
     job = dataclasses.replace(job, asked={**job.asked, **found})

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.hub import at_revision
 from moejax.sizes import Share, parse_expert_budget, parse_size
 from moejax.start.fields import Option, Read, changes_bits, group, optional, options_of, same_bits
@@ -439,6 +439,19 @@ def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     if instead := use_instead(name):
         return f"unknown option {name!r}{instead}"
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
+
+
+def refuse_deferral(placement: str | None, why: str) -> None:
+    """Does as refuse_cache_aware for a placement that adds experts a layer late."""
+    from host_offload.policies.placement.placement_names import deferred
+
+    with user_errors(ValueError):
+        deferring = deferred(placement) > 0
+    if deferring:
+        raise UserError(
+            f"placement defer=N makes outputs depend on which experts are resident, and {why}; "
+            "leave defer out"
+        )
 
 
 def refuse_cache_aware(delta: float | str | None, why: str) -> None:

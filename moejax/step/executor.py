@@ -36,6 +36,7 @@ from host_offload.memory.tables import (
     with_contents,
 )
 from host_offload.versions.layer_versions import record_bytes, version_bytes
+from moejax.errors import UserError
 from moejax.models.model_config import finishes
 from moejax.requests.request import PrefillKind
 from moejax.step.buffers import Buffers
@@ -129,6 +130,11 @@ class Executor:
                 self.stream = OwnedStream(*parts, transport, self.set_tables)
         self.processor: Processor | None = None
         if steps.second is not None:
+            if steps.second.defer and any(finishes(steps.config, run) for run in params["runs"]):
+                raise UserError(
+                    "placement defer=N: this model norms or projects what experts add, which "
+                    "cannot be added a layer later; leave defer out"
+                )
             wanted = *self.keys.decodes, ProgramKey("prefill")
             of = buffers, compiler, transport, self.programs
             self.processor = Processor(*of, wanted, defer=steps.second.defer)

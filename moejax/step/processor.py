@@ -88,7 +88,7 @@ class Processor:
         defer: int = 0,
     ):
         self._defer = defer
-        self._deferred: Future[jax.Array] | None = None
+        self._deferred: Future[tuple[jax.Array, float]] | None = None
         """float32[T, D], what the layer before left to add."""
         self._buffers, self._compiler, self._device = buffers, compiler, device
         self._programs = programs
@@ -182,7 +182,9 @@ class Processor:
         try:
             y, counts = self._device.compute_rows(parts, inputs, share)
             if before is not None:
-                x = parts["defer", None](x, before.result())
+                late, seconds = before.result()
+                x = parts["defer", None](x, late)
+                self.totals.seconds += seconds
         finally:  # after a failed step the thread must not read the store
             for begun in (before, other):
                 if begun is not None:
@@ -218,16 +220,16 @@ class Processor:
         x: jax.Array,
         ids: np.ndarray,
         weights: np.ndarray,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, float]:
         """Computes experts as _compute_rows does. Returns float32[T, D] on the device, each token's
-        weighted sum in the order of ids.
+        weighted sum in the order of ids, and the seconds of computing.
 
         - `weights`: float32[T, K].
         """
-        rows, slots, _ = self._compute_rows(step, layer, mine, x, ids)
+        rows, slots, seconds = self._compute_rows(step, layer, mine, x, ids)
         total = np.zeros((len(ids), rows.shape[1]), np.float32)
         np.add.at(total, slots // ids.shape[1], weights.ravel()[slots, None] * rows)
-        return jax.device_put(total, self._buffers.sharding)
+        return jax.device_put(total, self._buffers.sharding), seconds
 
     def _compute(
         self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray

@@ -25,7 +25,7 @@ def multiply_few(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The product of float32 rows [N, D] and weights [D, E], summed in the order of D. Without the
     library it is numpy's einsum, which sums in the same order and takes up to twice as long."""
     function = _function()
-    if function is None or not weights.flags.c_contiguous:
+    if function is None or not weights.flags.c_contiguous or rows.shape[1] != len(weights):
         return np.einsum("nd,de->ne", rows, weights)
     rows, found = np.ascontiguousarray(rows), np.empty((len(rows), weights.shape[1]), np.float32)
     places = rows.ctypes.data, *rows.shape, weights.ctypes.data, weights.shape[1], found.ctypes.data

@@ -35,7 +35,8 @@ EACH = [
     for name, quick in FORMATS.items()
 ]
 
-ROWS = (1, 2, 8, 33)
+ROWS = (1, 2, 3, 5, 8, 33, 130)
+"""More than 64 pass a block again, more than 128 are several calls."""
 
 
 def coded(version: str, inputs: int) -> CodedWeights:
@@ -75,7 +76,7 @@ def check_linear(version: str, inputs: int) -> None:
 def check_experts(version: str, width: int) -> None:
     """By relu: XLA's exponential is not the native one."""
     wide = None
-    for tokens in (33, 1):
+    for tokens in (300, 33, 1):
         spec = Spec(tokens, "bfloat16", hidden=256, width=width, experts=4, versions=(version,))
         case = experts.case(spec, 0)
         found, wanted = (

@@ -24,7 +24,7 @@ from moejax.device import select_device
 from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import LOCAL, explain_end, nodes, own_cpus, require_ray
 from moejax.serve.llm import LLM
-from moejax.start.options import Config, refuse_cache_aware
+from moejax.start.options import Config, refuse_cache_aware, refuse_deferral
 from moejax.start.provenance import weights_of
 
 log = logging.getLogger("moejax")
@@ -201,8 +201,9 @@ def worker_options(
     CPUs. Without GPUs, or with device "cpu": one for each node, with all its CPUs; if more workers
     are asked for, they divide the CPUs. Raises UserError if no node has room for a worker, and for
     options that can never work."""
-    delta = Config.of(model, **options).policy.cache_aware_routing
-    refuse_cache_aware(delta, "workers that share a job out must give the results of one")
+    policy, why = Config.of(model, **options).policy, "workers that share a job out must give the "
+    refuse_cache_aware(policy.cache_aware_routing, why + "results of one")
+    refuse_deferral(policy.placement, why + "results of one")
     alive, given = nodes(), dict(options)
     on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"
     useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive

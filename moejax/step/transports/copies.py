@@ -321,12 +321,12 @@ class CopyTransport(Transport):
         """Moves records of begin_copies into their cells, those whose tickets are due."""
         for place, (ticket, row) in [*self._arriving.items()]:
             if due(ticket):
-                del self._arriving[place]
-                self._ended[place] = True
                 try:
                     self.land(row, ticket)
+                    self._ended[place] = True
                 except TransferLost:
                     self._ended[place] = False
+                del self._arriving[place]
 
     def begin_output(self) -> tuple:
         """Returns the number of the step in place of an arena's writes."""

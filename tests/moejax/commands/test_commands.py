@@ -54,6 +54,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["generate", "--chat", *JOB[1:]], "--chat goes with a PROMPT"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
         (["generate", "--input", "f"], "--input needs --output FILE"),
+        ([*JOB, "--placement", "ktransformers,defer=1"], "and a job could not be resumed"),
         (["generate", "x", "--overwrite"], "--output, --on-error and --overwrite need --input"),
         ([*JOB, "--on-error", "x"], "invalid choice: 'x'"),
         ([*JOB, "--kv-overflow", "recompute"], "could not be resumed"),

@@ -37,6 +37,7 @@ from tests.moejax.engine.scenes import (
 )
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.moejax.interpreted_engine import interpreted_llm
+from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
@@ -240,6 +241,15 @@ def test_deferred_experts_are_added_a_layer_later(defer, tmp_path, monkeypatch):
     assert stats["deferred"] == deferred > 50
     with placed("queue", f"recorded={tmp_path / 'run'}", expert_budget=0) as llm:
         assert same_bits(run(llm, mixed_jobs()[:2], check=False), wanted)
+    with pytest.raises(TraceError, match="other experts would have been routed; replay"):
+        simulate(read_trace(tmp_path / "run"), eviction="lru", cells=4)
+
+
+def test_experts_are_not_deferred_where_a_layer_norms_what_they_add(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, "AfmoeForCausalLM")
+    placement = f"ktransformers,{COSTS},load=1ms,defer=1"
+    with pytest.raises(UserError, match="norms or projects what experts add"):
+        LLM(checkpoint, placement=placement, driver="host", transfers="queue", progress=False)
 
 
 def of_layer(processor, inputs, after):

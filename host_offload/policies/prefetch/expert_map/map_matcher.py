@@ -178,7 +178,12 @@ class AsynchronousMatcher:
             return
         log.warning("%s; another one begins with the maps of the start", ended)
         self.nbytes, self.size = self._begun.nbytes, self._begun.size
-        self._process = _start_process()
+        try:
+            self._process = _start_process()
+        except OSError as error:
+            self.ends = RESTARTS + 1
+            log.warning("no process for map searches (%s): no more experts are prefetched", error)
+            return
         self._finalizer = weakref.finalize(self, _end, self._process)
         self._send(self._begun)
 
