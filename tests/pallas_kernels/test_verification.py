@@ -60,7 +60,7 @@ SMALL = ModelShape(
     vocabulary=96,
     states=(
         StateShape("gated_delta", (DeltaShape(1, 2, 16, 16, 4), True)),
-        StateShape("gated_delta", (DeltaShape(2, 2, 16, 16, 4, each=True), False)),
+        StateShape("gated_delta", (DeltaShape(2, 2, 16, 8, 4, each=True), False)),
         StateShape("selective_scan", (ScanShape(2, 16, 1, 16), (0.0, math.inf))),
         StateShape("short_conv", (40, 3, True)),
     ),
