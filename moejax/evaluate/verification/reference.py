@@ -261,7 +261,7 @@ class Reference:
         moe, wrong, params = int(self._moe[layer.number]), 0, layer.params
         logits = np.asarray(layer.linear(routed, "router"), np.float64)
         ids, weights = self._route(logits, params)
-        if followed is not None and self.config.scoring_func != "sparsemixer":
+        if followed is not None:
             seen = np.asarray(layer.linear(followed.inputs[moe], "router"), np.float64)
             ids = self._with_zero_experts(followed.ids[moe], seen, params)
             wrong = self._wrong(seen, params, ids)
@@ -313,8 +313,6 @@ class Reference:
 
     def _route(self, logits: np.ndarray, params) -> tuple[np.ndarray, np.ndarray]:
         """(experts, weights) [T, K] by the config's rule, without its residual multiplier."""
-        if self.config.scoring_func == "sparsemixer":
-            return _sparsemixer(logits, self.config.router_jitter_noise)
         choice, _ = self._choice(logits, params)
         ids = np.argsort(-choice, axis=1, kind="stable")[:, : self.config.num_experts_per_tok]
         return ids, self._weights(logits, ids)
@@ -341,6 +339,8 @@ class Reference:
         return choice, apart
 
     def _weights(self, logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        if self.config.scoring_func == "sparsemixer":
+            return _sparsemixer(logits, self.config.router_jitter_noise, ids)
         weights = np.take_along_axis(self._scores(logits), ids, axis=1)
         if self.config.norm_topk_prob:
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-20)
@@ -354,23 +354,23 @@ class Reference:
         others[rows, ids] = -np.inf
         # How steep a score is in its logit: at most the score (softmax), or a quarter (sigmoid).
         steep = self._scores(logits)[rows, others.argmax(1)[:, None]][:, 0]
-        steep = steep if self.config.scoring_func == "softmax" else 0.25
+        steep = 0.25 if self.config.scoring_func == "sigmoid" else steep
         hair = 2 * HAIR * np.sqrt((logits**2).mean(1)) * steep
         worse = (chosen < others.max(1) - hair) & (apart > 2 * hair)
         twice = (np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1)
         return int((worse | twice).sum())
 
 
-def _sparsemixer(logits: np.ndarray, jitter: float) -> tuple[np.ndarray, np.ndarray]:
-    """Phi-3.5-MoE's choice of two experts (arXiv:2409.12136)."""
-    left, ids, weights = logits.copy(), [], []
-    rows = np.arange(len(logits))
-    for _ in range(2):
-        best = left.argmax(1)
-        top = left[rows, best][:, None]
+def _sparsemixer(logits: np.ndarray, jitter: float, ids: np.ndarray) -> np.ndarray:
+    """Returns the weights of Phi-3.5-MoE's two experts, each chosen among those that are left
+    (arXiv:2409.12136)."""
+    left, weights, rows = logits.copy(), np.zeros(ids.shape, np.float32), np.arange(len(logits))
+    order = np.argsort(-np.take_along_axis(logits, ids, axis=1), axis=1, kind="stable")
+    for place in order.T:
+        chosen = ids[rows, place]
+        top = left[rows, chosen][:, None]
         near = (top - logits) / np.maximum(np.abs(logits), top) <= 2 * jitter
         gates = np.where(near, np.exp(left - top), 0)
-        ids.append(best)
-        weights.append((gates[rows, best] / gates.sum(1)).astype(np.float32))
-        left[rows, best] = -np.inf
-    return np.stack(ids, 1), np.stack(weights, 1)
+        weights[rows, place] = gates[rows, chosen] / gates.sum(1)
+        left[rows, chosen] = -np.inf
+    return weights
