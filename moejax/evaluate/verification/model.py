@@ -190,8 +190,11 @@ def _is_near(far: np.ndarray, limit: float, share: float) -> bool:
     return bool(np.median(far) <= limit and farthest <= FEW * limit)
 
 
-def _of_layers(errors: Sequence[tuple[int, np.ndarray, float]], dtype: str, share: float) -> Check:
-    """errors: (layer, distances of its tokens, how far they may be) of each layer."""
+def _of_layers(
+    errors: Sequence[tuple[int, np.ndarray, float]], dtype: str, share: float = 1.0
+) -> Check:
+    """errors: (layer, distances of its tokens, how far they may be) of each layer; share: see
+    HAIRS."""
     name = f"{len(errors)} layers against float32"
     wrong = [error for error in errors if not _is_near(*error[1:], share)]
     if wrong:

@@ -245,6 +245,13 @@ def test_rounding_that_ruins_the_reference_does_not_excuse_the_run(rounded):
     assert model._of_layers([(0, far, limit)], "float16").good is False
 
 
+@pytest.mark.parametrize(("share", "good"), [(1.0, False), (model.HAIRS, True)])
+def test_few_tokens_of_a_sparsemixer_may_differ_by_a_hair(share, good):
+    far = np.array([0.01] * 19 + [0.9])
+    assert model._of_layers([(0, far, 0.02)], "bfloat16", share).good is good
+    assert model._of_layers([(0, np.full(20, 0.03), 0.02)], "bfloat16", share).good is False
+
+
 def test_a_choice_with_an_expert_twice_is_wrong(biased):
     opened = open_tensors(biased, "safetensors")
     with contextlib.ExitStack() as stack:
