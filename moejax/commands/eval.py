@@ -196,16 +196,16 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if not args.every_step:
         _refuse_given(args, _STEPS, "of --every-step; add that")
+    from host_offload.policies.placement.placement_names import deferred
     from moejax.start.provenance import DEFAULTS, by_content, weights_of
 
     options = engine_options(args)
     job = _perplexity(args, options) if args.task == "perplexity" else _tasks(args)
     # A run may continue with another budget, since that changes no figure. With cache-aware routing
-    # and deferred experts it does, so there all options count.
-    from host_offload.policies.placement.placement_names import deferred
-
-    with user_errors(ValueError):
-        free = not (options.get("cache_aware_routing") or deferred(options.get("placement")))
+    # or deferred experts it does, so there all options count.
+    with user_errors():
+        late = deferred(options.get("placement")) > 0
+    free = options.get("cache_aware_routing") is None and not late
     kept = {n: v for n, v in options.items() if not free or OPTIONS[n].changes_bits}
     found = {"options": by_content(kept), "defaults": DEFAULTS}
     job = dataclasses.replace(job, asked={**job.asked, **found})

@@ -201,9 +201,10 @@ def worker_options(
     CPUs. Without GPUs, or with device "cpu": one for each node, with all its CPUs; if more workers
     are asked for, they divide the CPUs. Raises UserError if no node has room for a worker, and for
     options that can never work."""
-    policy, why = Config.of(model, **options).policy, "workers that share a job out must give the "
-    refuse_cache_aware(policy.cache_aware_routing, why + "results of one")
-    refuse_deferral(policy.placement, why + "results of one")
+    policy = Config.of(model, **options).policy
+    why = "workers that share a job out must give the results of one"
+    refuse_cache_aware(policy.cache_aware_routing, why)
+    refuse_deferral(policy.placement, why)
     alive, given = nodes(), dict(options)
     on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"
     useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive
