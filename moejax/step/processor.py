@@ -170,7 +170,7 @@ class Processor:
         ids = np.asarray(routing.ids)
         share, mine = self._share(parts, layer, ids)
         before, self._deferred = self._deferred, None
-        later = self._put_off(step, layer, routing) & np.isin(ids, [*mine])
+        later = self._put_off(step, layer, routing, mine)
         given = step, layer, mine, normed
         # −1 is no expert.
         other: Future[_Beside] | None = None
@@ -201,15 +201,18 @@ class Processor:
             self.totals.seconds += made.seconds
         return parts["combine", None](x, y, routing.weights), counts
 
-    def _put_off(self, step: ProgramKey, layer: int, routing: Routing) -> np.ndarray:
-        """Returns bool[T, K]: choices that may be added a layer later, those of least weight; of
-        equal ones those of higher slots."""
-        weights = np.asarray(routing.weights)
-        found = np.zeros(weights.shape, bool)
+    def _put_off(
+        self, step: ProgramKey, layer: int, routing: Routing, mine: Mapping[int, int]
+    ) -> np.ndarray:
+        """Returns bool[T, K]: choices of experts of `mine` that are added a layer later, those of
+        least weight; of equal ones those of higher slots."""
+        ids = np.asarray(routing.ids)
+        found = np.zeros(ids.shape, bool)
         if self._defer and step.kind == "decode" and layer < len(self.placed) - 1:
-            order = np.argsort(-weights, axis=1, kind="stable")
-            first = max(weights.shape[1] - self._defer, 0)
+            order = np.argsort(-np.asarray(routing.weights), axis=1, kind="stable")
+            first = max(ids.shape[1] - self._defer, 0)
             np.put_along_axis(found, order[:, first:], True, axis=1)
+            found &= np.isin(ids, [*mine])
         return found
 
     def _compute_later(
