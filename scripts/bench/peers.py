@@ -75,13 +75,16 @@ STAGES = {
 """Engines, moejax first."""
 
 AGREEMENT = {
-    **dict.fromkeys(("bf16", "hybrid"), 0.03),
+    "bf16": 0.03,
+    "hybrid": 0.15,
     **dict.fromkeys(("q8_0", "q4_k_m", "mxfp4"), 0.05),
     "int8": 0.1,
     "int4": 0.5,
 }
 """Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
-have a standard deviation of some 0.9, so engines that compute something else differ by that."""
+have a standard deviation of 0.9, of `hybrid` 1.9, so engines that compute something else differ by
+that. Of `hybrid`, whose random router has 256 near experts, moejax in float32 is 1e-5 from
+transformers, and bfloat16 of either engine 0.04 to 0.09."""
 
 CASES = ("decode 1", "decode 8", "prefill")
 
