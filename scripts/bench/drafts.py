@@ -1,6 +1,6 @@
 """Speculative decoding beside decoding without drafts: tokens a second, by task, requests, budget.
 
-python -m scripts.bench drafts --model DIR [--link-rate 2GB/s]
+python -m scripts.bench drafts --model DIR [--link-rate 2GB/s] [--llama-python PYTHON]
 
 Each cell runs the same requests by turns without drafts, with drafts in every step, and with drafts
 where the engine measures that they pay. The tokens must be equal. A ratio is the median over the
@@ -8,13 +8,21 @@ rounds of a pair that ran one after the other.
 
 Tasks: `edit` gives a text and asks for it again, `chat` asks a question, `story` goes on with a
 text. Greedy, with the end of the sequence ignored.
+
+--llama-python names an interpreter with llama-cpp-python: rows of one request then have its prompt
+lookup too, on a GGUF file of the same weights (OLMoE, Qwen3): its tokens a second without drafts,
+what lookup makes of them, and what of that moejax has where drafts pay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +31,8 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.engine.drafts import Drafts, NgramDrafts
 from moejax.requests.outputs import RequestOutput
 from moejax.start.option_values import Speculation
+from scripts.bench.peer_engines import Task
+from scripts.bench.peers import Worker, write_gguf
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 
@@ -59,11 +69,15 @@ def ways() -> dict[str, Drafts | None]:
     }
 
 
-def measure(llm: LLM, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one cell. Returns tokens a second and ratios. Raises UserError if tokens differ."""
+def measure(
+    llm: LLM, prompts: list[str], args: argparse.Namespace, llama: Worker | None
+) -> dict[str, Any]:
+    """Runs one cell. Returns tokens a second and ratios. Raises UserError if tokens differ.
+    llama: is asked by turns too."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     drafts = ways()
-    found: dict[str, list[float]] = {name: [] for name in drafts}
+    theirs = {"llama": 0, "lookup": Speculation().num_speculative_tokens} if llama else {}
+    found: dict[str, list[float]] = {name: [] for name in [*drafts, *theirs]}
     for turn in range(args.rounds + 1):
         answers: list[list[Sequence[int]]] = []
         for name in sorted(drafts, reverse=turn % 2 == 1):
@@ -74,6 +88,11 @@ def measure(llm: LLM, prompts: list[str], args: argparse.Namespace) -> dict[str,
             answers.append([output.outputs[0].token_ids for output in outputs])
         if any(answer != answers[0] for answer in answers):
             raise UserError("drafts changed a token")
+        for name, drafted in theirs.items():
+            assert llama is not None
+            prompt = list(outputs[0].prompt_token_ids)
+            said = llama.ask("generate", prompt=prompt, count=args.tokens, drafted=drafted)
+            found[name].append(said["seconds"])
     # The first round warms up, and lets the engine measure which way is faster.
     seconds = {name: np.array(times[1:]) for name, times in found.items()}
     tokens = len(prompts) * args.tokens
@@ -87,7 +106,32 @@ def measure(llm: LLM, prompts: list[str], args: argparse.Namespace) -> dict[str,
             for name in ("always", "adaptive")
         },
         "accepted": always.counts["accepted"] / drafted if drafted else 0.0,
+        **peer_rates(seconds, tokens),
     }
+
+
+def peer_rates(seconds: dict[str, np.ndarray], tokens: int) -> dict[str, float | None]:
+    """llama.cpp's tokens a second, what lookup makes of them, and moejax's with drafts where they
+    pay, of those."""
+    if "llama" not in seconds:
+        return dict.fromkeys(("llama", "lookup", "ours"))
+    return {
+        "llama": tokens / float(np.median(seconds["llama"])),
+        "lookup": float(np.median(seconds["llama"] / seconds["lookup"])),
+        "ours": float(np.median(seconds["lookup"] / seconds["adaptive"])),
+    }
+
+
+def llama_of(stack: ExitStack, model: str, python: str) -> Worker:
+    """A process with llama.cpp that has this checkpoint's weights, until the stack ends."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    path = folder / "model.gguf"
+    write_gguf(python, Path(model), path)
+    fields = json.loads(Path(model, "config.json").read_text())
+    worker = Worker("llama.cpp", python, Task(str(path), fields["vocab_size"], batch=1))
+    stack.callback(worker.close)
+    worker.answer()
+    return worker
 
 
 @refusing()
@@ -97,25 +141,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = [int(n) for n in args.requests.split(",")]
     transfers = None if args.link_rate is None else f"queue,rate={args.link_rate}"
     rows: list[dict[str, Any]] = []
-    for budget in args.budgets.split(","):
-        with LLM(
-            args.model,
-            expert_budget=budget,
-            transfers=transfers,
-            max_num_seqs=2 * max(batches),
-            max_model_len=512,
-            speculative_config=Speculation(),
-            progress=False,
-        ) as llm:
-            for task in ("edit", "chat", "story"):
-                for count in batches:
-                    cell = {"budget": budget, "task": task, "requests": count}
-                    rows.append(cell | measure(llm, prompts_of(task, count), args))
+    with ExitStack() as stack:
+        llama = llama_of(stack, args.model, args.llama_python) if args.llama_python else None
+        for budget in args.budgets.split(","):
+            with LLM(
+                args.model,
+                expert_budget=budget,
+                transfers=transfers,
+                max_num_seqs=2 * max(batches),
+                max_model_len=512,
+                speculative_config=Speculation(),
+                progress=False,
+            ) as llm:
+                for task in ("edit", "chat", "story"):
+                    for count in batches:
+                        cell = {"budget": budget, "task": task, "requests": count}
+                        peer = llama if count == 1 else None
+                        rows.append(cell | measure(llm, prompts_of(task, count), args, peer))
     columns = (
         *((name, f"{{{name}}}") for name in ("budget", "task", "requests")),
         ("tokens/s", "{plain:.0f}"),
         *((name, f"{{{name}:.2f}}×") for name in ("always", "adaptive")),
         ("accepted", "{accepted:.0%}"),
+        *((("llama.cpp", "{llama:.0f}"), ("lookup", "{lookup:.2f}×")) if args.llama_python else ()),
+        *((("ours ÷ lookup", "{ours:.2f}"),) if args.llama_python else ()),
     )
     show(args.json, rows, aligned(columns, rows))
     return 0
@@ -128,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", default="1,4,16", metavar="N,…", help="at once (default: %(default)s)")
     add("--budgets", default="100%,50%,25%", metavar="SHARE,…", help="(default: %(default)s)")
     add("--link-rate", metavar="RATE", help="of a simulated link (default: steps copy themselves)")
+    add("--llama-python", metavar="PYTHON", help="interpreter that has llama-cpp-python")
     add("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="that count (default: %(default)s)")
     add("--json", action="store_true", help="one JSON object a cell")

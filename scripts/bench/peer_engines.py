@@ -244,6 +244,31 @@ class LlamaEngine:
         logits = self.llama.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(count, self.task.vocabulary)).copy()
 
+    def generate(self, prompt: list[int], count: int, drafted: int) -> list[int]:
+        """Greedily, with at most `drafted` tokens of prompt lookup a step, as llama-cpp-python has
+        it (LlamaPromptLookupDecoding; its n-grams of at most two tokens)."""
+        find = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+        look_up = find(num_pred_tokens=drafted)
+        tokens, sequence = list(prompt), self._prompt
+        self._compute(
+            np.array(prompt[:-1]), np.arange(len(prompt) - 1), [sequence] * len(prompt), 1
+        )
+        while len(tokens) < len(prompt) + count:
+            most = min(drafted, len(prompt) + count - len(tokens) - 1)
+            drafts = look_up(np.array(tokens, np.intc))[:most].tolist() if most else []
+            given = np.array([tokens[-1], *drafts])
+            first = len(tokens) - 1
+            positions = np.arange(first, first + len(given))
+            self._compute(given, positions, [sequence] * len(given), len(given))
+            logits = self.llama.llama_get_logits(self._context)
+            shape = len(given), self.task.vocabulary
+            chosen = np.ctypeslib.as_array(logits, shape=shape).argmax(-1).tolist()
+            right = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+            tokens += chosen[: right + 1]
+            self.llama.llama_memory_seq_rm(self._memory, sequence, len(tokens) - 1, -1)
+        self.llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        return tokens[len(prompt) :]
+
     def prefill(self, tokens: np.ndarray) -> None:
         last = self._prompt
         self._compute(tokens, np.arange(len(tokens)), [last] * len(tokens), 1)
@@ -296,8 +321,13 @@ def serve(engine_name: str, task: Task) -> None:
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
     """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"}, {"what": "check",
-    "batch", "logits"}, which writes logits into a file if one is named, or, of moejax,
-    {"what": "floor", "batch", "tokens"}."""
+    "batch", "logits"}, which writes logits into a file if one is named, of moejax {"what": "floor",
+    "batch", "tokens"}, of llama.cpp {"what": "generate", "prompt", "count", "drafted"}."""
+    if question["what"] == "generate":
+        assert isinstance(engine, LlamaEngine)
+        began = time.perf_counter()
+        tokens = engine.generate(question["prompt"], question["count"], question["drafted"])
+        return {"seconds": time.perf_counter() - began, "tokens": tokens}
     if question["what"] == "floor":
         assert isinstance(engine, MoejaxEngine)
         return {"seconds": engine.floor(question["batch"], question["tokens"])}
@@ -360,26 +390,33 @@ LAYER = {
 }
 """Tensors of a layer: the checkpoint's names → GGUF's, as in conversion/olmo.py of llama.cpp."""
 
+ARCHITECTURES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe"}
+"""config.json's model_type → GGUF's name."""
+
 TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
 """llama_ftype."""
 
 
 def write_gguf(directory: Path, path: Path) -> None:
-    """Writes a checkpoint of OLMoE or Qwen3.5 as a GGUF file: routers, norms and what decides
-    states in float32, the rest in bfloat16, no tokenizer, as every token is forced."""
+    """Writes a checkpoint of OLMoE, Qwen3 or Qwen3.5 as a GGUF file: routers, norms and what
+    decides states in float32, the rest in bfloat16, no tokenizer, as every token is forced."""
     gguf: Any = import_module("gguf")
     config = json.loads((directory / "config.json").read_text())
-    olmoe = config["model_type"] == "olmoe"
-    named = gguf_tensors if olmoe else hybrid_tensors
-    writer = gguf.GGUFWriter(path, "olmoe" if olmoe else "qwen35moe")
+    kind = config["model_type"]
+    named = hybrid_tensors if kind == "qwen3_5_moe_text" else gguf_tensors
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    if olmoe:
+    if kind == "qwen3_5_moe_text":
+        add_hybrid(writer, config)
+    else:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_rope_freq_base(config["rope_theta"])
-    else:
-        add_hybrid(writer, config)
+    if kind == "qwen3_moe":
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -389,10 +426,10 @@ def write_gguf(directory: Path, path: Path) -> None:
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_BF16))
     writer.add_tokenizer_model("none")
     for name, tensor in named(directory, config):
-        kind = None if tensor.dtype == np.float32 else gguf.GGMLQuantizationType.BF16
-        shape = tensor.shape if kind is None else tensor.view(np.uint8).shape
-        dtype = tensor.dtype if kind is None else np.dtype(np.uint8)
-        writer.add_tensor_info(name, shape, dtype, tensor.nbytes, kind)
+        coded = None if tensor.dtype == np.float32 else gguf.GGMLQuantizationType.BF16
+        shape = tensor.shape if coded is None else tensor.view(np.uint8).shape
+        dtype = tensor.dtype if coded is None else np.dtype(np.uint8)
+        writer.add_tensor_info(name, shape, dtype, tensor.nbytes, coded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -430,7 +467,8 @@ def gguf_tensors(directory: Path, config: dict[str, Any]) -> Iterator[tuple[str,
         return f"{target}.weight", bits
 
     for source, target in MODEL.items():
-        yield named(source, target)
+        if source != "lm_head" or not config["tie_word_embeddings"]:
+            yield named(source, target)
     for layer in range(config["num_hidden_layers"]):
         for source, target in LAYER.items():
             yield named(f"model.layers.{layer}.{source}", f"blk.{layer}.{target}")
