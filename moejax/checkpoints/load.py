@@ -39,6 +39,7 @@ from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
 from moejax.models.gguf_header import is_gguf, read_gguf
+from moejax.models.next_token import OTHER_METHODS
 from pallas_kernels.linear import CodedLayers, CodedWeights
 from pallas_kernels.records.absent import AbsentRecords
 
@@ -63,6 +64,7 @@ def load_checkpoint(
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: bool = False,
     coded: bool = False,
+    predictor: bool = False,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard. It needs host memory for the experts, one
     parameter and a few tensors.
@@ -88,6 +90,8 @@ def load_checkpoint(
       of these processes reads them. Not on a GPU.
     - `coded`: matrices of products that the checkpoint is quantized in stay in its codes
       (Checkpoint.coded_params), which native ops read.
+    - `predictor`: load the layer that predicts a further token (moejax.models.next_token) in place
+      of the model.
 
     Raises UserError that names file and tensor, or layer and expert. All names, shapes, dtypes and
     file sizes are checked before the first weight is read.
@@ -109,7 +113,7 @@ def load_checkpoint(
                 inside = (path for path in directory.rglob("*") if path.is_file())
             memory = open_shared([*asked, *content_of(directory, inside)])
             failed.callback(memory.close)
-        opened = _open(directory, kind, step, name_map)
+        opened = _open(directory, kind, step, name_map, predictor)
         run = StoredModel(directory, opened.config, run_dtype(dtype, opened.dtype))
         held = opened.hold(run.dtype, versions)
         laid_out = opened.coded_params(run.dtype) if coded else {}
@@ -149,11 +153,20 @@ def load_checkpoint(
 
 
 def _open(
-    directory: Path, kind: str, step: int | str | None, name_map: str | os.PathLike | None
+    directory: Path,
+    kind: str,
+    step: int | str | None,
+    name_map: str | os.PathLike | None,
+    predictor: bool,
 ) -> Checkpoint:
+    if predictor and kind != "safetensors":
+        raise UserError(
+            f"{directory}: only checkpoints of safetensors files have the layer that predicts a "
+            f"further token, and this is {kind}; {OTHER_METHODS}"
+        )
     if kind == "moejax-orbax":
         return open_stored(directory)
-    return open_tensors(directory, kind, step, name_map)
+    return open_tensors(directory, kind, step, name_map, predictor)
 
 
 def _store_of(

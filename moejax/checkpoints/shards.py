@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -178,6 +178,16 @@ def renamed(shard: Shard, new_name: Callable[[str], str]) -> Shard:
         raise UserError(f"{shard.path}: {twice} and {old[names[twice]]} are the same tensor")
     tensors = {names[name]: header for name, header in shard.tensors.items()}
     begins = {names[name]: begin for name, begin in shard.begins.items()}
+    return dataclasses.replace(shard, tensors=tensors, begins=begins)
+
+
+def selected(shard: Shard, names: Mapping[str, str]) -> Shard:
+    """The shard with some tensors alone, under other names.
+
+    - `names`: a tensor's name → its new one.
+    """
+    tensors = {names[name]: header for name, header in shard.tensors.items() if name in names}
+    begins = {names[name]: begin for name, begin in shard.begins.items() if name in names}
     return dataclasses.replace(shard, tensors=tensors, begins=begins)
 
 

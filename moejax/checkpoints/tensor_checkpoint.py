@@ -32,6 +32,7 @@ from moejax.checkpoints.shards import (
     find_shards,
     renamed,
     reshaped,
+    selected,
 )
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
@@ -47,6 +48,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.families import FAMILIES
 from moejax.models.gguf_header import read_gguf
+from moejax.models.next_token import predictor_of
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.linear.coded import CodedLayers, CodedRows, lay_out
 from pallas_kernels.records import RecordFormat
@@ -312,12 +314,13 @@ def open_tensors(
     kind: str,
     step: int | str | None = None,
     name_map: str | os.PathLike | None = None,
+    predictor: bool = False,
 ) -> TensorCheckpoint:
     """Opens a checkpoint. It reads headers, and weights only to compare an lm_head with the
     embeddings that it is tied to.
 
     - `kind`: the result of checkpoint_format, "safetensors", "orbax" or "gguf".
-    - `step`, `name_map`: as in load_checkpoint.
+    - `step`, `name_map`, `predictor`: as in load_checkpoint.
 
     Raises UserError for names, shapes and dtypes that are not those of config.json.
     """
@@ -332,6 +335,10 @@ def open_tensors(
         config, files = load_config(directory), find_shards(directory)
         if (family := FAMILIES[config.architecture]).renamed:
             files = tuple(renamed(shard, family.own_name) for shard in files)
+        if predictor:
+            every = {name for file in files for name in file.tensors}
+            config, names = predictor_of(config, every, str(directory))
+            files = tuple(selected(shard, names) for shard in files)
         if family.shape_of is not None:
             files = tuple(reshaped(shard, family.shape_of, config) for shard in files)
         if config.quantization is not None:

@@ -13,6 +13,7 @@ from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Parts
 from moejax.models.model_config import ModelConfig
+from moejax.models.next_token import PREDICTOR_NORMS
 from pallas_kernels.records.format import MATRICES
 
 MOST_EXPERTS = 10**6
@@ -91,6 +92,9 @@ def model_params(config: ModelConfig) -> dict[str, Parts]:
         params["lm_head"] = (("lm_head.weight", table),)
     if config.lm_head_bias:
         params["lm_head_bias"] = (("lm_head.bias", (config.vocab_size,)),)
+    if config.predicts:
+        params |= {norm: ((f"model.{norm}.weight", hidden),) for norm in PREDICTOR_NORMS}
+        params["eh_proj"] = (("model.eh_proj.weight", (*hidden, 2 * config.hidden_size)),)
     return params
 
 

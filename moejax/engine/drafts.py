@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from moejax.engine.step_work import Guess, ScheduledWork
+from moejax.engine.step_work import Guess, ScheduledWork, Step
 from moejax.requests.request import Request
 
 WINDOW = 16
@@ -195,6 +195,10 @@ class Drafts(abc.ABC):
             if words:
                 found[request] = Guess(tokens[: len(words)], words)
         return found
+
+    def observe(self, step: Step) -> None:
+        """Takes what a step computed, whose tokens were read, before `after_read`."""
+        return None  # most need nothing of it
 
     def after_read(self, work: ScheduledWork, seconds: float | None) -> None:
         """Takes a decode step whose tokens were read.

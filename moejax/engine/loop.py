@@ -575,6 +575,7 @@ class Engine:
         if step.work.drafts:  # no step was dispatched since
             self.scheduler.release_states()
         if self.drafts is not None:
+            self.drafts.observe(step)
             self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:
             use = page_use(self.scheduler, self.runner.link_use())

@@ -13,6 +13,7 @@ from jax import lax
 
 from moejax.models.attention.kind import StateKind, Tokens
 from moejax.models.model_config import SECOND, ModelConfig, finishes
+from moejax.models.next_token import PREDICTOR_NORMS
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -510,6 +511,12 @@ class Decoder(nnx.Module):
         self.final_norm_bias = _param(params, "final_norm_bias")
         self.lm_head = _param(params, "lm_head")
         self.lm_head_bias = _param(params, "lm_head_bias")
+        self.hidden = _param(params, "hidden")
+        """[·, D], what a layer that predicts a further token reads for each row beside embeddings,
+        without further norms than its own."""
+        self.projection = _param(params, "eh_proj")
+        read = PREDICTOR_NORMS[:2] if config.predicts else ()
+        self.norms = nnx.List([nnx.Param(_norm_weights(config, params[name])) for name in read])
         runs, moe_layer = [], 0
         for run, of_run in zip(config.runs, params["runs"], strict=True):
             stack = LayerStack(
@@ -523,11 +530,25 @@ class Decoder(nnx.Module):
             moe_layer += stack.size if stack.is_moe else 0
         self.runs = nnx.List(runs)
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings [..., D] of tokens int32[...]."""
+    def embed(self, tokens: jax.Array, places: Tokens | None = None) -> jax.Array:
+        """What the first layer reads [..., D] of tokens int32[...]: their embeddings, and in a
+        layer that predicts a further token the hidden states beside them.
+
+        - `places`: the tokens' places.
+        """
         x, factor = self.embedding[...][tokens], self.config.embedding_multiplier
         # A barrier between parts, so that no layer's sum is fused with this product.
-        return x if factor == 1 else lax.optimization_barrier(scale(x, factor))
+        x = x if factor == 1 else lax.optimization_barrier(scale(x, factor))
+        if self.hidden is None or self.projection is None:
+            return x
+        parts = x, self.hidden[...][: len(x)]
+        normed = [
+            norm(part, weight[...][None], None, 0, self.config.rms_norm_eps, self.ops)
+            for part, weight in zip(parts, self.norms, strict=True)
+        ]
+        both = jnp.concatenate(normed, axis=1)
+        options = linear_options(self.ops, places)
+        return lax.optimization_barrier(linear(both, self.projection[...][None], 0, None, options))
 
     def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
         """float32 logits [T, V] of hidden states [T, D] after the last layer.

@@ -182,6 +182,9 @@ class ModelConfig:
     the first feed-forward reads, and are added at the end."""
     latent_width: int = 0
     """Values that experts read and write, between two projections; 0: those of the layer."""
+    predicts: str = ""
+    """Of a layer that predicts a further token (moejax.models.next_token): which hidden states of
+    its own its next prediction reads, "before" or "after" its final norm; empty: a whole model."""
 
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration as a layer has it."""
@@ -443,6 +446,7 @@ _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
     | {"mean_norms", "parallel", "routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
     | {"attention_only", "ungated", "latent_width", "zero_experts", "second_attention"}
+    | {"predicts"}
 )
 
 

@@ -58,9 +58,11 @@ from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.auto import keep_learned
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
+from moejax.start.decide.shapes import PREFILL_CHUNK
 from moejax.start.decide.store_choice import by_copies, estimate_arrays, store_builder
 from moejax.start.decide.transfers import cache_of, reads_codes, stored_versions
 from moejax.start.fields import with_keywords_of
+from moejax.start.option_values import Speculation
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
@@ -99,7 +101,12 @@ class LLM:
         llm._begin(config)
         return llm
 
-    def _begin(self, options: Config) -> None:
+    def _begin(self, options: Config, predictor: bool = False) -> None:
+        """Starts.
+
+        - `predictor`: see load_checkpoint.
+        """
+        self._predictor = predictor
         self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
         settings = settings_of(options)
@@ -212,6 +219,7 @@ class LLM:
                 new_builder=builder,
                 shared=options.memory.store.name == "shared",
                 coded=reads_codes(settings, self.device.platform),
+                predictor=self._predictor,
             )
         try:
             with byte_progress("making", options.runtime.progress) as report:
@@ -582,10 +590,29 @@ class LLM:
 
 def _start_drafter(options: Config) -> LLM | None:
     """Starts the model that drafts, with the limits and on the device of the model that it drafts
-    for; None if the options name none. Its memory is its own."""
+    for; None if the options name none. Its memory is its own. Also the checkpoint's own layer that
+    predicts further tokens is a model of its own: it then has all that models have, for every
+    device and kind of checkpoint, and shares no page, cell or count with the model."""
     runtime = options.runtime
-    if runtime.speculative_config is None or runtime.speculative_config.model is None:
+    if runtime.speculative_config is None or runtime.speculative_config.method == "ngram":
         return None
+    if runtime.speculative_config.method == "mtp":
+        drafter = LLM.__new__(LLM)
+        same = Config.of(
+            options.model.model,
+            dtype=options.model.dtype,
+            tokenizer=options.model.tokenizer,
+            max_model_len=options.model.max_model_len,
+            max_num_seqs=runtime.max_num_seqs,
+            max_num_batched_tokens=PREFILL_CHUNK,
+            device=runtime.device,
+            threads=runtime.threads,
+            progress=runtime.progress,
+            speculative_config=Speculation(),  # so that rows may be of one sequence
+        )
+        drafter._begin(same, predictor=True)
+        return drafter
+    assert runtime.speculative_config.model is not None
     return LLM(
         runtime.speculative_config.model,
         max_model_len=options.model.max_model_len,

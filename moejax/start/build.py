@@ -25,6 +25,7 @@ from moejax.engine.control import control_of
 from moejax.engine.drafts import Drafts, NgramDrafts
 from moejax.engine.loop import Engine
 from moejax.engine.model_drafts import ModelDrafts
+from moejax.engine.predicted_drafts import PredictedDrafts
 from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
@@ -74,7 +75,7 @@ def start_engine(
       (moejax.checkpoints.versions.with_versions).
     - `tokenizer`: called when everything is decided.
     - `check`: whether kernels run only if checks found them right on this device.
-    - `drafter`: runs the draft model of the options.
+    - `drafter`: runs the draft model of the options, or the layer that predicts further tokens.
 
     Raises UserError, BudgetError or ArenaTooSmall. The model is freed if the build fails.
     """
@@ -290,11 +291,14 @@ def _drafts(
     if speculation is None:
         return None
     s = speculation
-    if s.model is None:
+    if s.method == "ngram":
         lengths = s.num_speculative_tokens, s.prompt_lookup_max, s.prompt_lookup_min
         return NgramDrafts(*lengths, adaptive=s.adaptive)
     if drafter is None:
-        raise UserError("speculative_config: this command runs no draft model; use method ngram")
+        why = f"this command does not draft by {s.method}; use method ngram"
+        raise UserError(f"speculative_config: {why}")
+    if s.model is None:
+        return PredictedDrafts(s.num_speculative_tokens, drafter, adaptive=s.adaptive)
     own, needed = drafter.runner.config.vocab_size, config.vocab_size
     if own != needed:
         raise UserError(

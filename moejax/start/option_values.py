@@ -172,12 +172,18 @@ read_driver = reads(
 )
 
 
+PREDICTED = ("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp")
+"""Names of the method "mtp" in vLLM. They mean the same: the checkpoint says what its layer is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Speculation:
     """How tokens are drafted for decode steps to verify, with names as in vLLM."""
 
+    method: str = "ngram"
+    """"ngram"; "mtp", the checkpoint's own layer that predicts a further token; "draft_model"."""
     model: str | None = None
-    """The model that drafts, of method draft_model; None: n-grams."""
+    """The model that drafts, of method draft_model."""
     num_speculative_tokens: int = 4
     """Most tokens of a draft."""
     prompt_lookup_max: int = 5
@@ -190,7 +196,7 @@ class Speculation:
 
 def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculation:
     """``{"method": "ngram", "num_speculative_tokens": 4, …}`` or ``{"method": "draft_model",
-    "model": PATH, …}``, as a mapping or as JSON."""
+    "model": PATH, …}`` or ``{"method": "mtp", …}``, as a mapping or as JSON."""
     if isinstance(given, Speculation):
         return given
     example = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
@@ -207,10 +213,14 @@ def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculatio
     method = settings.pop("method", None)
     if method is None:
         raise ValueError(f"speculative_config names no method; give it as in {example}")
-    if method not in ("ngram", "draft_model"):
-        raise ValueError(unknown("speculative method", str(method), ["ngram", "draft_model"]))
+    if method not in (methods := ("ngram", "draft_model", *PREDICTED)):
+        raise ValueError(unknown("speculative method", str(method), methods))
+    method = "mtp" if method in PREDICTED else method
     known = {field.name: field.default for field in dataclasses.fields(Speculation)}
-    own = {"model"} if method == "draft_model" else {"prompt_lookup_max", "prompt_lookup_min"}
+    lookup = {"prompt_lookup_max", "prompt_lookup_min"}
+    own: set[str] = {"ngram": lookup, "draft_model": {"model"}}.get(method, set())
+    if method == "mtp":
+        settings = {"num_speculative_tokens": 1, **settings}
     keys = ["method", *own, "num_speculative_tokens", "adaptive"]
     model = settings.get("model")
     if method == "draft_model" and (not isinstance(model, str) or not model):
@@ -236,7 +246,8 @@ def read_speculation(given: str | Mapping[str, Any] | Speculation) -> Speculatio
             f"speculative_config: prompt_lookup_min {shortest} is more than prompt_lookup_max "
             f"{longest}"
         )
-    return Speculation(**{**settings, "prompt_lookup_max": longest, "prompt_lookup_min": shortest})
+    settings |= {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+    return Speculation(method, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -345,7 +345,8 @@ class RuntimeOptions:
             "guess the next tokens and verify them in rows of a decode step that no request uses: "
             '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
             '"prompt_lookup_min": 2}\' guesses what followed the last 2 to 5 tokens before, '
-            '\'{"method": "draft_model", "model": MODEL}\' what a smaller model would write; both '
+            '\'{"method": "draft_model", "model": MODEL}\' what a smaller model would write, '
+            '\'{"method": "mtp"}\' what the checkpoint\'s own layer for it predicts; all '
             "stop where that is not faster (docs/explanation/engine.md; default: off)",
             default=None,
             convert=optional(read_speculation),

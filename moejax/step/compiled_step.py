@@ -108,7 +108,7 @@ def device_step(
     - `maps`: the store that a decode step searches for experts of its layers to come, and how.
     """
     ids, tokens = step_tokens(batch, context)
-    x = model.embed(ids)
+    x = model.embed(ids, tokens)
     embedding = embedding_array(x, context.arrays)
     look = first = None
     carry = _Carry(x, memory)
@@ -179,6 +179,8 @@ def device_step(
     output = step_output(model, x, batch, trace, staged, kind, results, writes)
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
+    if context.hidden:
+        output = output._replace(hidden=x)
     return memory, output
 
 

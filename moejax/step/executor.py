@@ -35,6 +35,7 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
+from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax.errors import UserError
 from moejax.models.model_config import finishes
@@ -100,6 +101,8 @@ class Executor:
         self.steps, self.device, self.store, self.slots = steps, device, store, slots
         self.config, self.shapes, self.ops = steps.config, steps.shapes, steps.ops
         self.layout = layout = steps.layout
+        if steps.config.predicts:
+            params = params | {"hidden": np.zeros(self.hidden_shape, NUMPY_DTYPES[steps.dtype])}
         self.params = jax.device_put(params, SingleDeviceSharding(device))
         self.compiler = compiler = Compiler(self.lower, device.platform, self._find_kept)
         self.buffers = buffers = Buffers(steps, store, device, slots=slots, cells=cells)
@@ -185,6 +188,22 @@ class Executor:
     def stores(self) -> tuple[Any, ...]:
         """The store's operands of programs, by version number."""
         return self.buffers.stores
+
+    @property
+    def hidden_shape(self) -> tuple[int, int]:
+        """The shape of what `set_hidden` takes."""
+        shapes = self.shapes
+        return max(shapes.rows, shapes.prefill_chunks * shapes.chunk), self.config.hidden_size
+
+    def set_hidden(self, hidden: np.ndarray) -> None:
+        """Sets the hidden states that a layer which predicts a further token reads, for the steps
+        to come.
+
+        - `hidden`: [·, D] by row of decode, or by token of prefill, in the run's dtype.
+        """
+        assert isinstance(self.walk, CompiledWalk)
+        self.params = self.params | {"hidden": jax.device_put(hidden, self.buffers.sharding)}
+        self.walk.params = tuple(jax.tree.leaves(self.params))
 
     @property
     def driver(self) -> str:

@@ -102,6 +102,8 @@ class StepContext(ExpertContext):
     """StepSpec.buddies, likewise."""
     drafts: bool = False
     """StepSpec.drafts."""
+    hidden: bool = False
+    """StepSpec.hidden."""
 
 
 class Paging(NamedTuple):

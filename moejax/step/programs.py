@@ -371,6 +371,7 @@ class Programs:
             cache_aware=self.steps.cache_aware if self.steps.favours_residents else None,
             buddies=self.steps.buddies if self.steps.favours_residents else None,
             drafts=self.steps.drafts,
+            hidden=self.steps.hidden,
         )
 
     # ---- steps

@@ -169,6 +169,8 @@ class StepSpec:
 
     drafts: bool = False
     """Whether rows of a decode step may be of one sequence (speculative decoding)."""
+    hidden: bool = False
+    """Whether steps return hidden states (StepOutput.hidden)."""
 
     @property
     def favours_residents(self) -> bool:
@@ -356,6 +358,8 @@ class StepOutput(NamedTuple):
     """bool[L, E]: experts that a second processor computed; None without one."""
     ahead: jax.Array | None = None
     """int32[·, 4, S]: transfers that the step chose itself (map_search.Lookahead.fetch)."""
+    hidden: jax.Array | None = None
+    """[T, D]: what the last layer gave for each token, before the final norm, if asked."""
 
     def read(self) -> Results:
         """Returns the results on the host. Waits for the step."""

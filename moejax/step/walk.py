@@ -153,7 +153,7 @@ class CompiledWalk:
     def __init__(
         self, steps: StepSpec, params: tuple, buffers: Buffers, compiler: Compiler, slots: int
     ):
-        self._steps, self._params = steps, params
+        self._steps, self.params = steps, params
         self._buffers, self._compiler = buffers, compiler
         self._completeness = Completeness()
         places = slots * steps.layout.cells_per_slot[0]
@@ -187,7 +187,7 @@ class CompiledWalk:
             extras.append(maps.arrays)
         before = buffers.tables
         buffers.arena, buffers.tables, output = self._compiler.call(
-            key, self._params, buffers.stores, buffers.arena, before, *args, *extras
+            key, self.params, buffers.stores, buffers.arena, before, *args, *extras
         )
         if not transfers:
             self._completeness.follow_step(before, buffers.tables)

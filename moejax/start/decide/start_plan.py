@@ -179,7 +179,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     needs = TRACE_ARRAYS & {need for policy in settings.policies for need in policy.needs}
     if settings.prefetch_arms and not config.routes_apart:
         needs |= {"gate_input"}
-    drafts = options.runtime.speculative_config is not None
+    speculation = options.runtime.speculative_config
+    drafts = speculation is not None
+    predicted = speculation is not None and speculation.method == "mtp"
     favour, buddies = options.policy.cache_aware_routing, None
     if isinstance(favour, str):
         with user_errors(where="cache_aware_routing: "):
@@ -212,6 +214,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         cache_aware=None if isinstance(favour, str) else favour,
         buddies=buddies,
         drafts=drafts,
+        hidden=predicted or bool(config.predicts),
     )
     if config.routes_apart and (needs or search_of(settings.policies) is not None):
         raise UserError(

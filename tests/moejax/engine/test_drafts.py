@@ -380,6 +380,7 @@ def test_names_are_those_of_vllm(capsys):
     for wrong, why in (
         ({"num_speculative_tokens": 4}, "speculative_config names no method; give it as in"),
         ({"method": "eagle"}, "unknown speculative method 'eagle'; known: ngram, draft_model"),
+        ({"method": "mtp", "model": "x"}, "unknown key of speculative_config 'model'"),
         ({"method": "draft_model"}, "model is the draft model's directory or name, not None"),
         ({**NGRAM, "model": "x"}, "unknown key of speculative_config 'model'"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is a whole number"),
@@ -389,7 +390,7 @@ def test_names_are_those_of_vllm(capsys):
         with pytest.raises(UserError, match=why):
             Config.of("demo", speculative_config=wrong)
     assert main(["generate", "The", "--speculative-config", '{"method": "mtp"}']) == 2
-    assert "unknown speculative method 'mtp'; known: ngram" in capsys.readouterr().err
+    assert "has no layer that predicts a further token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

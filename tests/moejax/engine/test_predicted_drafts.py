@@ -1,0 +1,170 @@
+"""Drafts by the checkpoint's own layer that predicts a further token: bits are those of steps
+without drafts, and the layer computes what a reference does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host_offload.memory.arena import OutOfPages
+from moejax import LLM, SamplingParams, UserError
+from moejax.engine import predicted_drafts
+from moejax.engine.predicted_drafts import PredictedDrafts
+from tests.moejax.engine.scenes import LIMITS, open_llm, same_bits
+from tests.moejax.engine.test_drafts import Pair
+from tests.moejax.predictors import published, write_predicted
+
+MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("DeepseekV3ForCausalLM", "96KiB"),
+        pytest.param("Qwen3NextForCausalLM", "512KiB", marks=pytest.mark.nightly),
+        pytest.param("Glm4MoeForCausalLM", "160KiB", marks=pytest.mark.nightly),
+    ],
+)
+def test_drafts_of_its_own_layer_change_no_bit(family, kv, tmp_path, monkeypatch):
+    """With little KV and a third of the experts, sessions, and a layer that runs out of pages. The
+    model's steps are those of an engine without drafts, though they return hidden states."""
+    model = write_predicted(tmp_path / "m", family)
+    options = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": kv}
+    with open_llm(model, **options) as llm:
+        plain = Pair(llm)
+    with open_llm(model, **options, speculative_config=MTP) as llm:
+        drafts = llm.engine.drafts
+        assert isinstance(drafts, PredictedDrafts) and llm.engine.runner.steps.hidden
+        pair = Pair(llm)
+        assert same_bits(pair.plain, plain.plain)
+        before = llm.engine.scheduler.counts["preemptions"]
+        assert same_bits(pair.run(drafts), pair.plain)
+        said = llm.stats()
+        counts = said["speculation"]
+        preempted = llm.engine.scheduler.counts["preemptions"] > before
+        assert counts["method"] == "mtp" and (preempted or family != "DeepseekV3ForCausalLM")
+        assert counts["accepted_tokens"] > 60, counts
+        assert counts["drafted_tokens"] - counts["accepted_tokens"] > 15, counts
+        allocate, cache = drafts._cache.allocate, drafts._cache
+        held = [block for s in drafts._sequences.values() for block in s.blocks]
+        assert cache.available == cache.arena.pages - len(held)
+
+        def few(count: int):
+            used = sum(len(s.blocks) for s in drafts._sequences.values())
+            if used + count > 12:
+                raise OutOfPages("an injected limit")
+            return allocate(count)
+
+        monkeypatch.setattr(cache, "allocate", few)
+        accepted = drafts.counts["accepted"]
+        assert same_bits(pair.run(drafts), pair.plain)
+        assert drafts.counts["accepted"] > accepted + 10
+
+
+def test_a_model_without_such_a_layer_says_what_works(tmp_path):
+    why = r"no layer that predicts a further token .*; use method ngram or draft_model"
+    with pytest.raises(UserError, match=why):
+        LLM("demo", speculative_config=MTP, progress=False, **LIMITS)
+
+
+# ---- against transformers' layers
+
+
+def _as_saved(model: Any, directory: Any) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from tests.moejax.transformers_models import save
+
+    return load_file(save(model, directory) / "model.safetensors")
+
+
+def _norm(x: Any, weight: Any, eps: float) -> Any:
+    import torch
+
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [
+        ("DeepseekV3", None),
+        ("DeepseekV3", "skips the model's final norm"),
+        pytest.param("Glm4Moe", None, marks=pytest.mark.nightly),
+        pytest.param("Qwen3Next", None, marks=pytest.mark.nightly),
+    ],
+)
+def test_drafts_are_what_a_reference_predicts(family, mistake, tmp_path, monkeypatch):
+    """Two tokens of each draft of a greedy and a sampled request, by a prompt of several chunks:
+    transformers' model gives hidden states, another one, of one layer, reads them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tests.moejax.transformers_models import random_model, save
+
+    qwen = family.startswith("Qwen")
+    fields: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    if qwen:
+        fields["layer_types"] = ["full_attention"]
+    model, layer = random_model(family), random_model(family, seed=1, **fields)
+    directory = save(model, tmp_path / "m")
+    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(2)
+    of_layer = _as_saved(layer, tmp_path / "layer")
+    projection = 2 * torch.randn(hidden, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5
+    norms = 1 + 0.3 * torch.randn(2, hidden, generator=generator)
+    of_layer |= {
+        "model.eh_proj.weight": projection,
+        "model.enorm.weight": norms[0] - int(qwen),
+        "model.hnorm.weight": norms[1] - int(qwen),
+    }
+    if qwen:
+        layer.lm_head, layer.model.embed_tokens = model.lm_head, model.model.embed_tokens
+    layers, eps = model.config.num_hidden_layers, model.config.rms_norm_eps
+    path = directory / "model.safetensors"
+    save_file(_as_saved(model, directory) | published(of_layer, layers, qwen), path)
+
+    @torch.no_grad()
+    def reference(tokens: list[int], count: int) -> list[int]:
+        states = model.model(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
+        following, found = tokens[1:], []
+        for _ in range(count):
+            embedded = layer.model.embed_tokens(torch.tensor(following))
+            parts = _norm(embedded, norms[0], eps), _norm(states, norms[1], eps)
+            x = (torch.cat(parts, 1) @ projection.T)[None]
+            before: list[Any] = []
+            seen = layer.model.norm.register_forward_pre_hook(
+                lambda _, given, before=before: before.append(given[0])
+            )
+            out = layer.model(inputs_embeds=x, use_cache=False).last_hidden_state
+            seen.remove()
+            found.append(int(layer.lm_head(out)[0, -1].argmax()))
+            following = [*following, found[-1]]
+            states = torch.cat([states, (out if qwen else before[0])[0, -1:]])
+        return found
+
+    if mistake is not None:
+        monkeypatch.setattr(predicted_drafts, "_normalise", lambda x, *_: x)
+    prompt = np.random.default_rng(4).integers(1, 131, 150).tolist()
+    seen: list[tuple[list[int], list[int]]] = []
+    with open_llm(directory, speculative_config=MTP, dtype="float32", max_num_seqs=8) as llm:
+        drafts = llm.engine.drafts
+        assert drafts is not None
+        propose = drafts.propose
+
+        def watch(asked, rows):
+            given = propose(asked, rows)
+            for request, tokens in given.items():
+                seen.append((request.prompt + request.output, [*tokens]))
+            return given
+
+        monkeypatch.setattr(drafts, "propose", watch)
+        sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        llm.generate([prompt, prompt[:5]], [greedy, sampled], use_tqdm=False)
+    assert len(seen) > 20 and max(len(tokens) for _, tokens in seen) == 2
+    right = [given == reference(tokens, len(given)) for tokens, given in seen]
+    assert all(right) if mistake is None else sum(right) < len(right) / 4
