@@ -2,7 +2,7 @@
 
 python -m scripts.check fuzz --steps 50000 [--seed 0] [--check-every 4]
                              [--link-rate 4GB/s] [--store both]
-                             [--model DIR | --family ARCHITECTURE]
+                             [--model DIR | --family ARCHITECTURE] [--method mtp]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -21,7 +21,8 @@ numbers read experts from files, the others from memory. The last line counts wh
 way.
 
 --model takes another model than the demo, --family a small random model of that architecture, for
-example Qwen3NextForCausalLM, whose layers keep states.
+example Qwen3NextForCausalLM, whose layers keep states. --method mtp drafts by the checkpoint's own
+layer for it, which the random model then has.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
 failure prints the command that runs that episode again, and exits with status 1.
@@ -41,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -51,7 +53,8 @@ from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
-from moejax.engine.drafts import NgramDrafts
+from moejax.engine.drafts import Drafts, NgramDrafts
+from moejax.engine.predicted_drafts import PredictedDrafts
 from moejax.engine.statistics import kv_stats
 from moejax.models.config import load_config
 from moejax.models.families import FAMILIES
@@ -67,6 +70,7 @@ from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import show
 from tests.faults import Faults, inject, injected, use_faulty_library
 from tests.moejax.models.families import write_checkpoint
+from tests.moejax.predictors import write_predicted
 
 MOST_STEPS = 20_000
 """An episode that takes more has no end."""
@@ -499,12 +503,19 @@ def reset(llm: LLM, cells: list[int], kv_slots: int, *, eviction: str = "lru") -
     engine.set_budget(cells, kv_slots)
 
 
+_OWN: WeakKeyDictionary[LLM, Drafts | None] = WeakKeyDictionary()
+"""The drafts with which an engine started."""
+
+
 def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
-    lengths = conditions.drafts
+    lengths, own = conditions.drafts, _OWN.setdefault(llm, engine.drafts)
     engine.drafts = None if lengths is None else NgramDrafts(*lengths, adaptive=False)
+    if lengths is not None and isinstance(own, PredictedDrafts):
+        own.counts.clear()
+        engine.drafts = own
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
     if conditions.stages:
@@ -711,12 +722,13 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
     for name, value in (("rate", args.link_rate), ("latency", args.link_latency)):
         queue += "" if value is None else f",{name}={value}"
     stated = args.link_rate is not None or args.link_latency is not None
-    transfers, drafts = queue if stated else None, {"method": "ngram"}
+    transfers, drafts = queue if stated else None, {"method": args.method, "adaptive": False}
     given = {"dtype": args.dtype, "transfers": transfers, "speculative_config": drafts, **SMALL}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
     model = Path(model_directory(args.model))
     if args.family is not None:
-        model = random_family(folder / "family", args.family, model)
+        write = write_checkpoint if args.method == "ngram" else write_predicted
+        model = random_family(folder / "family", args.family, model, write)
     if args.store in ("memory", "both"):
         yield LLM(model, **given)
     if args.store in ("file", "both"):
@@ -724,12 +736,14 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
         yield LLM(str(converted), store="file", **{**given, "transfers": queue})
 
 
-def random_family(directory: Path, architecture: str, words: Path) -> Path:
+def random_family(
+    directory: Path, architecture: str, words: Path, write: Callable[..., Path]
+) -> Path:
     """Writes a small random checkpoint. words: a directory whose tokenizer it gets."""
     if architecture not in FAMILIES:
         raise UserError(unknown("architecture", architecture, FAMILIES))
     vocabulary = load_config(words).vocab_size
-    write_checkpoint(directory, architecture, vocab_size=vocabulary)
+    write(directory, architecture, vocab_size=vocabulary)
     for path in words.glob("*token*.json"):
         shutil.copy(path, directory)
     return directory
@@ -791,6 +805,7 @@ def asked(args: argparse.Namespace) -> str:
     names = (
         "model",
         "family",
+        "method",
         "dtype",
         "store",
         "link_rate",
@@ -834,6 +849,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--model", default="demo", metavar="DIR", help="(default: %(default)s)")
     add("--family", metavar="ARCHITECTURE", help="of a small random model (default: --model)")
+    add("--method", choices=("ngram", "mtp"), default="ngram", help="of drafts (default: ngram)")
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
     add(
         "--store",
