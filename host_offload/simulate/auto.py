@@ -6,7 +6,7 @@ arms: seconds of computing and of moves, both corrected by the window's measured
 then decides, a pure function. The same steps with the same times give the same choices, so a replay
 of a trace repeats them.
 
-Evictions have shadows: tables that follow what steps route as if that arm ran. With a prefetch
+Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
 among the arms, which needs what routers read, a window is simulated under each arm instead, from
 its first residents on.
 """
@@ -33,11 +33,11 @@ from host_offload.control.interface import (
 )
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.budget import cells_per_layer
-from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Residency, cold_tables
+from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.simulate.recent import PLACES, ROWS, predict_recent, record_of, tables_of
+from host_offload.simulate.shadows import Shadows, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.split import Division, division_of, peak_headroom
@@ -51,11 +51,15 @@ OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
 EAGER, SELDOM = 4, 8
-"""Windows after a switch that follow at once, and of how many later ones one is taken: following
-the shadows takes a tenth of a small model's step."""
+"""With a prefetch among the arms, whose windows are simulated: windows after a switch that follow
+at once, and of how many later ones one is taken."""
+KEPT = 8
+"""Windows of a load whose steps count: what the last one does not show, all of them may."""
+OTHER_ROWS = 4
+"""Ratio of two steps' rows by which they are of different loads."""
 CHANGE = 0.25
 """By how much the misses of steps between windows change if the load does."""
-PEAKS, HEADROOM, DEAD = 16, 0.1, 2
+PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
 
@@ -68,15 +72,27 @@ class Prices(NamedTuple):
     switch_s: tuple[float, ...]
     """Seconds to bring the experts that the arm would hold and the present one does not."""
     current: int
+    doubt_s: tuple[float, ...] = ()
+    """Seconds of each step that may be chance, beside the present arm."""
 
 
 def choose_arm(prices: Prices, *, horizon: int, margin: float) -> int:
-    """Returns the arm to run next: the cheapest, if it is `margin` cheaper than the present one and
-    gains more within `horizon` steps than the switch costs; else the present one."""
-    best = int(np.argmin(prices.step_s))
-    now, then = prices.step_s[prices.current], prices.step_s[best]
-    pays = (now - then) * horizon > prices.switch_s[best]
-    return best if pays and then < now * (1 - margin) else prices.current
+    """Returns the arm to run next: the cheapest with its doubt, if it is `margin` cheaper than the
+    present one and gains more within `horizon` steps than the switch costs; else the present
+    one."""
+    sure = np.array(prices.step_s) + (prices.doubt_s or 0.0)
+    best, now = int(np.argmin(sure)), prices.step_s[prices.current]
+    pays = (now - sure[best]) * horizon > prices.switch_s[best]
+    return best if pays and sure[best] < now * (1 - margin) else prices.current
+
+
+def prices_of(steps: np.ndarray, switch_s: np.ndarray, current: int, sure: float) -> Prices:
+    """Returns the prices by float64[A, n] seconds of steps under each arm."""
+    beside = steps - steps[current]
+    doubt = sure * beside.std(axis=1) / math.sqrt(steps.shape[1])
+    each = (part.tolist() for part in (steps.mean(axis=1), switch_s, doubt))
+    step_s, switch, doubts = map(tuple, each)
+    return Prices(step_s, switch, current, doubts)
 
 
 def correct(
@@ -103,11 +119,13 @@ def correct(
 class Sample(NamedTuple):
     """A decode step of a window."""
 
+    rows: int
+    """Of its executable."""
     seconds: float
     compute_s: float
     missed: int
     fills: np.ndarray
-    """int64[A]: experts that each arm's shadow missed."""
+    """int64[A]: experts that each arm's shadow missed since the decode step before."""
     record: StepRecord | None
     """With a prefetch among the arms."""
 
@@ -120,7 +138,7 @@ class Priced(NamedTuple):
     moves_s: np.ndarray
     """float64[n], under the present arm."""
     arms_s: np.ndarray
-    """float64[A], mean seconds of moves in a step under each arm."""
+    """float64[A, n], of moves under each arm."""
     differ: np.ndarray
     """int64[A], experts that each arm holds at the end and the present one does not."""
 
@@ -139,8 +157,7 @@ class Watched(NamedTuple):
     arm: int
     inner: tuple[Any, ...]
     """States of the present arm's policies."""
-    shadows: Residency
-    """Tables of A·L layers, one arm after the other."""
+    shadows: Shadows
     division: Division
     cap: int
     """Cells of each layer with a split by need."""
@@ -149,6 +166,11 @@ class Watched(NamedTuple):
     kv_pages: tuple[int, int] = (-1, -1)
     """Of the first and the last step; −1: unknown."""
     window: tuple[Sample, ...] = ()
+    """The last steps of the present load."""
+    fresh: int = 0
+    """Steps of the window since the last choice."""
+    carried: int | np.ndarray = 0
+    """int64[A]: experts that shadows missed in prefill steps since the last decode step."""
     tables: Residency | None = None
     """Before the window, with a prefetch among the arms."""
     ratios: tuple[float, float] = (1.0, 1.0)
@@ -158,13 +180,16 @@ class Watched(NamedTuple):
     windows: int = 0
     """Since the last switch."""
     rest: int = 0
-    """Decode steps until the next window begins."""
+    """Decode steps until the next window begins, with a prefetch among the arms."""
     missed: tuple[float, float] = (0.0, 0.0)
     """Misses a step: of the last window, and lately."""
     switches: int = 0
     switched: int = 0
     """Experts that the switches moved, as predicted."""
     prices: tuple[float, ...] = ()
+    priced: tuple[float, ...] = ()
+    """Sums of the prices of all choices."""
+    choices: int = 0
     said: str = ""
 
 
@@ -183,12 +208,14 @@ class Auto:
     """Corrections that an earlier run learned."""
     source: str = "stated"
     """Where the predicted times are from."""
-    window: int = 16
-    """Decode steps from which arms are priced."""
+    window: int = 8
+    """Decode steps between choices."""
     horizon: int = 512
     """Decode steps for which a choice is expected to hold."""
     margin: float = 0.02
     """Share by which another arm must be cheaper."""
+    sure: float = 1.5
+    """Standard errors of its advantage that do not count."""
     forced: int | None = None
     """Seed of choices at random, for tests; None: by prices."""
     bare: bool = False
@@ -265,10 +292,8 @@ class Auto:
 
     def init(self, spec: Spec) -> Watched:
         """Empty shadows, and the first arm. Raises SplitError if KV's floor does not fit."""
-        weights = np.array([self._weights(arm) for arm in range(len(self.arms))], np.int32)
-        shadows = cold_tables(np.tile(self.cells, len(self.arms)), spec.experts)
-        of_layer = np.repeat(weights.T, spec.layers, axis=1)[:, :, None]
-        shadows = shadows._replace(victim_weights=of_layer)
+        weights = [self._weights(arm) for arm in range(len(self.arms))]
+        shadows = cold_shadows(weights, self.cells, spec.experts)
         said = f"{self.arms[0]}: the start, {self.source} costs"
         division, cap = division_of(spec), min(self.cells)
         inner = tuple(policy.init(spec) for policy in self.policies[0])
@@ -285,6 +310,8 @@ class Auto:
             return state, asked
         state, own = self._end_step(state, seen)
         said = {name: value for name, value in vars(own).items() if value is not None}
+        if not said:
+            return state, asked
         # The policies of an arm that ends have nothing more to say.
         return state, own if own.note else dataclasses.replace(asked, **said)
 
@@ -310,24 +337,44 @@ class Auto:
         if self.ahead and state.tables is None:  # the window begins with the next step
             return state._replace(tables=tables_of(seen)), Decision()
         fills = np.zeros(len(self.arms), np.int64)
-        if not self.ahead:
-            shadows, fills = self._follow(state, seen.ids)
+        if not self.ahead and len(self.arms) > 1:
+            active = routed_counts(seen.ids, state.spec.experts) > 0
+            shadows, fills = state.shadows.follow(active)
             state = state._replace(shadows=shadows)
+        state = state._replace(carried=state.carried + fills)
         if decoded and not seen.compiled:  # None in a bare step
-            compute = self._compute_s(len(seen.ids) if self.bare else seen.bucket)
-            record = record_of(seen) if self.ahead else None
-            missed = int(seen.missed.sum())
-            sample = Sample(took, compute, missed, fills, record)
-            state = state._replace(window=(*state.window, sample))
+            state = self._add_sample(state, seen, took)
         if short:
             state, decision = self._fit_kv(state, seen, short)
             if decision.cells is not None:
                 return state, decision
         # Where requests wait for KV, there is little to measure and much to gain.
-        starved = "cells" in self.writes and _wanted(state.spec, seen) > seen.running
-        starved = starved and not state.switches
-        enough = len(state.window) >= (self.window // 4 if starved else self.window)
+        starved = "cells" in self.writes and SPLIT not in self.arms[state.arm]
+        starved = starved and _wanted(state.spec, seen) > seen.running
+        enough = state.fresh >= (self._window // 2 if starved else self._window)
         return self._close(state, seen) if enough else (state, Decision())
+
+    @property
+    def _window(self) -> int:
+        """Decode steps between choices. Of a simulated window the first half does not count."""
+        return self.window * (2 if self.ahead else 1)
+
+    def _add_sample(self, state: Watched, seen: Observation, took: float) -> Watched:
+        """Returns the state with a decode step in the window, which begins anew if the load has
+        become another one."""
+        if len(self.arms) == 1:
+            return state._replace(fresh=state.fresh + 1)
+        rows, missed = len(seen.ids) if self.bare else seen.bucket, int(seen.missed.sum())
+        record = record_of(seen) if self.ahead else None
+        fills = np.asarray(state.carried)
+        sample = Sample(rows, took, self._compute_s(rows), missed, fills, record)
+        window, fresh = state.window, state.fresh
+        if window and not self.ahead:
+            more, less = max(rows, window[0].rows), min(rows, window[0].rows)
+            if more >= OTHER_ROWS * less:
+                window, fresh = (), 0
+        window = (*window[-(KEPT * self.window - 1) :], sample)
+        return state._replace(window=window, fresh=fresh + 1, carried=0)
 
     def _wait(self, state: Watched, missed: int) -> Watched:
         """Returns the state after a decode step between windows. The next window begins at once if
@@ -338,14 +385,7 @@ class Auto:
         rest = 0 if changed else state.rest - 1
         return state._replace(rest=rest, missed=(before, lately))
 
-    # ---- shadows
-
-    def _follow(self, state: Watched, ids: np.ndarray) -> tuple[Residency, np.ndarray]:
-        """Returns the shadows after a step, and the misses int64[A] of each."""
-        pager = Pager(state.shadows.copy())
-        active = routed_counts(ids, pager.tables.address.shape[1]) > 0
-        missing = pager.reference(np.tile(active, (len(self.arms), 1))).missing
-        return pager.tables, np.count_nonzero(missing.reshape(len(self.arms), -1), axis=1)
+    # ---- what a step says
 
     def _compute_s(self, rows: int) -> float:
         """Returns the predicted seconds of computing a step."""
@@ -361,18 +401,11 @@ class Auto:
         state = state._replace(peaks=peaks, kv_pages=(pages if first < 0 else first, pages))
         if before in (-1, pages) or "cells" in self.writes:
             return state
-        layers, experts = len(self.cells), state.shadows.address.shape[1]
-        slots = int(np.count_nonzero(state.shadows.cell_row >= 0)) // len(self.arms)
+        layers, experts = len(self.cells), state.spec.experts
+        slots = int(state.shadows.cells[0].sum())
         slots = min(max(slots + (before - pages) // state.division.unit_pages, 0), layers * experts)
-        return state._replace(
-            shadows=self._regrant(state.shadows, [cells_per_layer(slots, layers, experts)])
-        )
-
-    def _regrant(self, shadows: Residency, cells: list[tuple[int, ...]]) -> Residency:
-        """Returns the shadows with these cells of the layers, by arm; of one: all arms'."""
-        pager = Pager(shadows.copy())
-        pager.regrant(np.broadcast_to(cells, (len(self.arms), len(self.cells))).reshape(-1))
-        return pager.tables
+        cells = np.array(cells_per_layer(slots, layers, experts))
+        return state._replace(shadows=state.shadows.regrant(cells))
 
     # ---- the split
 
@@ -388,8 +421,8 @@ class Auto:
         if cap is None or cap == state.cap:
             return state, Decision()
         state = state._replace(cap=cap)
-        shadows = self._regrant(state.shadows, [self._cells(state, arm) for arm in self.arms])
-        state = state._replace(shadows=shadows)
+        cells = np.array([self._cells(state, arm) for arm in self.arms])
+        state = state._replace(shadows=state.shadows.regrant(cells))
         return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
 
     def _cells(self, state: Watched, arm: str) -> tuple[int, ...]:
@@ -406,35 +439,58 @@ class Auto:
     # ---- the choice
 
     def _close(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
-        """Prices the arms by a whole window, and chooses."""
+        """Fits the split, prices the arms, if there are several, and chooses."""
         decision = Decision()
         if "cells" in self.writes:
             needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
             state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
             state, decision = self._fit_kv(state, seen, short=False)
             state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
+        if len(self.arms) == 1:
+            return state._replace(fresh=0), decision
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
         seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
         ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
-        more, compute = self._widths(state, seen), float(priced.compute_s.mean())
-        step_s = (ratios[0] * compute + ratios[1] * priced.arms_s * more.moves) / more.rows
+        steps = self._corrected(state, seen, priced, ratios)
         switch_s = ratios[1] * self.fill_s * priced.differ
-        prices = Prices(tuple(step_s.tolist()), tuple(switch_s.tolist()), state.arm)
-        arm = choose_arm(prices, horizon=self.horizon, margin=self.margin)
+        lately, prices = (
+            prices_of(steps[:, -last:], switch_s, state.arm, self.sure)
+            for last in (self.window, steps.shape[1])
+        )
+        arm = choose_arm(lately, horizon=self.horizon, margin=self.margin)
+        if arm == state.arm:  # also what is small, but lasts
+            arm = choose_arm(prices, horizon=self.horizon, margin=self.margin)
+            if lately.step_s[arm] > lately.step_s[state.arm]:
+                arm = state.arm
         if self.forced is not None:
             arm = int(np.random.default_rng((self.forced, seen.step)).integers(len(self.arms)))
         windows = 0 if arm != state.arm else state.windows + 1
         missed = float(np.mean([sample.missed for sample in state.window]))
         state = state._replace(
-            window=(),
+            window=() if self.ahead else state.window,
+            fresh=0,
             tables=None,
             ratios=ratios,
             windows=windows,
-            rest=self.window * (SELDOM - 1) if windows >= EAGER else 0,
+            rest=self._window * (SELDOM - 1) if self.ahead and windows >= EAGER else 0,
             missed=(missed, missed),
             prices=prices.step_s,
+            priced=tuple(np.add(state.priced or 0.0, prices.step_s).tolist()),
+            choices=state.choices + 1,
         )
-        return (state, decision) if arm == state.arm else self._switch(state, arm, prices, priced)
+        if arm == state.arm:
+            return state, decision
+        prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
+        return self._switch(state, arm, prices, priced)
+
+    def _corrected(
+        self, state: Watched, seen: Observation, priced: Priced, ratios: tuple[float, float]
+    ) -> np.ndarray:
+        """Returns float64[A, n], the corrected seconds of the window's steps under each arm, for as
+        many tokens as a step of the present arm gives."""
+        more = self._widths(state, seen)
+        moves = ratios[1] * priced.arms_s * more.moves[:, None]
+        return (ratios[0] * priced.compute_s + moves) / more.rows[:, None]
 
     def _widths(self, state: Watched, seen: Observation) -> Widths:
         """Returns how the arms' steps differ from the present arm's by the sequences that their KV
@@ -462,9 +518,8 @@ class Auto:
             np.array([getattr(sample, name) for sample in state.window], np.float64)
             for name in ("compute_s", "missed")
         )
-        fills = np.mean([sample.fills for sample in state.window], axis=0)
-        held = (state.shadows.address >= 0).reshape(len(self.arms), -1)
-        differ = np.count_nonzero(held & ~held[state.arm], axis=1)
+        fills = np.stack([sample.fills for sample in state.window], axis=1)
+        differ = state.shadows.differ(state.arm)
         return Priced(compute, self.fill_s * missed, self.fill_s * fills, differ)
 
     def _predict(self, state: Watched) -> Priced:
@@ -483,7 +538,7 @@ class Auto:
         return Priced(
             present.compute_s[late],
             present.moves_s[late],
-            np.array([run.moves_s[late].mean() for run in found]),
+            np.stack([run.moves_s[late] for run in found]),
             np.count_nonzero(held & ~held[state.arm], axis=(1, 2)),
         )
 
@@ -520,6 +575,10 @@ class Auto:
             "arm": self.arms[state.arm],
             "why": state.said,
             "step_s": dict(zip(self.arms, state.prices, strict=False)),
+            "mean_step_s": {
+                arm: total / state.choices
+                for arm, total in zip(self.arms, state.priced, strict=False)
+            },
             "ratios": state.ratios,
             "switches": state.switches,
             "switched_experts": state.switched,

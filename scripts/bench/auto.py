@@ -1,10 +1,13 @@
 """`--policy auto` beside each of its arms: seconds of the same work, by link, memory and load.
 
-python -m scripts.bench auto [--model DIR] [--ablations] [--simulated]
+python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--simulated]
 
 Each cell runs the same requests on one engine under each arm alone and under auto, from a cold
-cache; tokens must be equal. The regret is auto's time over that of the best arm in hindsight, less
-1. `tau` compares the prices that auto named last with the arms' measured times (Kendall).
+cache and with everything compiled; tokens must be equal. The regret is auto's time over that of the
+best arm in hindsight, less 1. `cost` is the time of auto that prices and never leaves LRU over that
+of plain LRU, and `at best` that of the best arm of each phase over that of the best arm, less 1.
+`tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread` is auto's
+slowest round over its fastest.
 
 Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
 the context, `shift` all three and a chat again. A cell is shown as soon as it was measured.
@@ -43,11 +46,15 @@ from scripts.parts.text_table import running
 LOADS = ("chat", "batch", "long", "shift")
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "no correction": {},
-    "no hysteresis": {"margin": 0.0},
+    "no hysteresis": {"margin": 0.0, "sure": 0.0},
     "no horizon": {"horizon": 10**9},
 }
+STAYS = "stays"
+"""Auto that prices and never leaves its first arm."""
 STEP_S, PREFILL_S = 4e-3, 40e-3
 """Of a step of `tri` on two quiet cores, about, for --counted."""
+MEASURED = ("cost", "at_best", "spread")
+"""Figures of measured cells alone."""
 Phase = tuple[int, int, int]
 """Requests, tokens of each prompt, tokens of each answer."""
 
@@ -58,21 +65,14 @@ def phases_of(load: str, longest: int, tokens: int) -> list[Phase]:
     - `longest`: most tokens of a sequence.
     - `tokens`: decode steps of the load.
     """
-    chat = (1, 24, tokens)
-    each = {
-        "chat": [chat],
-        "batch": [(32, 24, tokens // 2)],
-        "long": [(2, longest - tokens // 2 - 1, tokens // 2)],
-    }
-    if load != "shift":
-        return each[load]
-    part = tokens // 2
-    return [
-        (1, 24, part),
-        (32, 24, part // 2),
-        (2, longest - part // 2 - 1, part // 2),
-        (1, 24, part),
-    ]
+    chat, part = (1, 24, tokens), tokens // 2
+    batch, long = (32, 24, part), (2, longest - part - 1, part)
+    return {
+        "chat": [(1, 24, 2 * tokens)],
+        "batch": [batch],
+        "long": [long],
+        "shift": [chat, batch, long, chat],
+    }[load]
 
 
 def prompts_of(phase: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -81,28 +81,31 @@ def prompts_of(phase: int, count: int, length: int, vocabulary: int) -> list[lis
     return rng.integers(1, vocabulary, (count, length)).tolist()
 
 
-def run_load(llm: LLM, phases: Sequence[Phase], counted: bool = False) -> tuple[float, list[Any]]:
-    """Returns (seconds, tokens) of a load.
+def run_load(
+    llm: LLM, phases: Sequence[Phase], counted: bool = False
+) -> tuple[list[float], list[Any]]:
+    """Returns (seconds of each phase, tokens) of a load.
 
     - `counted`: STEP_S and PREFILL_S a step, and bytes at the link's rate, whatever the clock says.
     """
-    vocabulary, answers = llm.engine.runner.config.vocab_size, []
-    statistics = llm.engine.statistics
-    steps, moved = dict(statistics.steps), sum(statistics.moved.values())
-    began = time.perf_counter()
+    vocabulary, answers, seconds = llm.engine.runner.config.vocab_size, [], []
     for number, (count, length, tokens) in enumerate(phases):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         prompts = prompts_of(number, count, length, vocabulary)
+        began, before = time.perf_counter(), counted_s(llm) if counted else 0.0
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        ended = time.perf_counter() - began
+        seconds.append(counted_s(llm) - before if counted else ended)
         answers.append([output.outputs[0].token_ids for output in outputs])
-    if not counted:
-        return time.perf_counter() - began, answers
-    queue = llm.engine.runner.steps.queue
-    assert queue is not None
-    seconds = (sum(statistics.moved.values()) - moved) / queue.rate
-    for kind, each in (("decode", STEP_S), ("prefill", PREFILL_S)):
-        seconds += each * (statistics.steps[kind] - steps.get(kind, 0))
     return seconds, answers
+
+
+def counted_s(llm: LLM) -> float:
+    """Returns the seconds that the engine's steps and bytes so far take by --counted."""
+    statistics, queue = llm.engine.statistics, llm.engine.runner.steps.queue
+    assert queue is not None
+    steps = STEP_S * statistics.steps["decode"] + PREFILL_S * statistics.steps["prefill"]
+    return sum(statistics.moved.values()) / queue.rate + steps
 
 
 def auto_of(llm: LLM) -> Auto:
@@ -135,10 +138,10 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
         arm: POLICIES[arm]() if arm in POLICIES else dataclasses.replace(policy, arms=(arm,))
         for arm in policy.arms
     }
-    ways["auto"] = policy
+    ways["auto"], ways[STAYS] = policy, dataclasses.replace(policy, horizon=0)
     if args.ablations:
         ways |= {name: dataclasses.replace(policy, **less) for name, less in ABLATIONS.items()}
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[list[float]]] = {name: [] for name in ways}
     said: dict[str, Any] = {}
     first: list[Any] | None = None
     for turn in range(args.rounds):
@@ -159,23 +162,34 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
                 control = llm.engine.control
                 assert control is not None
                 said = control.controller.stats()["said"]["auto"]
-    best = {name: min(times) for name, times in found.items()}
+    totals = {name: [sum(phases) for phases in rounds] for name, rounds in found.items()}
+    best = {name: min(times) for name, times in totals.items()}
     arms = {arm: best[arm] for arm in policy.arms}
     fixed = min(arms, key=lambda arm: arms[arm])
+    of_phases = np.array([np.min(found[arm], axis=0) for arm in arms])
     record = llm.engine.runner.link_bytes[0]
+    return {
+        **compared(arms, best["auto"], said),
+        "cost": best[STAYS] / arms["lru"] - 1,
+        "at_best": float(of_phases.min(axis=0).sum()) / arms[fixed] - 1,
+        "spread": max(totals["auto"]) / best["auto"] - 1,
+        "switch_mb": said["switched_experts"] * record / 1e6,
+        **{name: best[name] / arms[fixed] - 1 for name in ABLATIONS if name in best},
+    }
+
+
+def compared(arms: Mapping[str, float], seconds: float, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a cell: seconds of each arm, and of auto and what it said."""
+    fixed, prices = min(arms, key=lambda arm: arms[arm]), said["mean_step_s"]
     return {
         "best": fixed,
         "best_s": arms[fixed],
-        "auto_s": best["auto"],
-        "regret": best["auto"] / arms[fixed] - 1,
-        "to_lru": best["auto"] / arms["lru"] - 1,
-        "tau": kendall([said["step_s"][arm] for arm in arms], [*arms.values()])
-        if said["step_s"]
-        else float("nan"),
+        "auto_s": seconds,
+        "regret": seconds / arms[fixed] - 1,
+        "to_lru": seconds / arms["lru"] - 1,
+        "tau": kendall([prices[arm] for arm in arms], [*arms.values()]) if prices else float("nan"),
         "switches": said["switches"],
-        "switch_mb": said["switched_experts"] * record / 1e6,
         "arms": arms,
-        **{name: best[name] / arms[fixed] - 1 for name in ABLATIONS if name in best},
     }
 
 
@@ -239,17 +253,9 @@ def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, 
     }
     run = predict(trace, costs, policies=(policy,), cells=cells)
     said = (run.simulation.control or {})["said"]["auto"]
-    fixed, seconds = min(arms, key=lambda arm: arms[arm]), float(run.seconds.sum())
     return {
-        "best": fixed,
-        "best_s": arms[fixed],
-        "auto_s": seconds,
-        "regret": seconds / arms[fixed] - 1,
-        "to_lru": seconds / arms["lru"] - 1,
-        "tau": kendall([said["step_s"][arm] for arm in arms], [*arms.values()]),
-        "switches": said["switches"],
+        **compared(arms, float(run.seconds.sum()), said),
         "switch_mb": said["switched_experts"] * RECORD / 1e6,
-        "arms": arms,
     }
 
 
@@ -269,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("tau", "{tau:.2f}"),
         ("switches", "{switches}"),
         ("MB", "{switch_mb:.1f}"),
+        *((name.replace("_", " "), f"{{{name}:+.1%}}") for name in MEASURED if not args.simulated),
         *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if args.ablations),
     )
     rows: list[dict[str, Any]] = []
@@ -285,7 +292,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of measured cells: links × memories × loads."""
+    chosen = set(args.cells.split(",")) if args.cells else None
     for link, memory in itertools.product(args.links.split(","), args.memories.split(",")):
+        loads = [
+            load
+            for load in args.loads.split(",")
+            if chosen is None or f"{link}:{memory}:{load}" in chosen
+        ]
+        if not loads:
+            continue
         with LLM(
             args.model,
             policy="auto",
@@ -297,9 +312,10 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             progress=False,
         ) as llm:
             begin(llm, auto_of(llm))
+            llm.engine.runner.wait_compiled(everything=True)
             every = phases_of("shift", args.context, args.tokens)[:3]
-            run_load(llm, [(count, length, 4) for count, length, _ in every])  # compiles
-            for load in args.loads.split(","):
+            run_load(llm, [(count, length, 4) for count, length, _ in every])
+            for load in loads:
                 cell = {"link": link, "memory": memory, "load": load}
                 yield cell | measure(llm, load, args)
 
@@ -308,10 +324,12 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the cells say together."""
     near = sum(row["regret"] <= 0.05 for row in rows)
     worst = max(row["to_lru"] for row in rows)
+    behind = sum(row["to_lru"] > 0.1 for row in rows)
     shifted = [row["regret"] for row in rows if row["load"] == "shift"]
     tau = [row["tau"] for row in rows if not np.isnan(row["tau"])]
     found = [
-        f"regret at most 5% in {near} of {len(rows)} cells; at worst {worst:+.1%} to lru",
+        f"regret at most 5% in {near} of {len(rows)} cells; at worst {worst:+.1%} to lru, "
+        f"more than 10% behind it in {behind}",
         f"median tau {statistics.median(tau):.2f}" if tau else "no prices were named",
     ]
     if shifted:
@@ -327,9 +345,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--links", default="500MB/s,1GB/s,4GB/s", metavar="RATE,…", help="(default: %(default)s)")
     add("--memories", default="12MiB,20MiB,32MiB", metavar="SIZE,…", help="of experts and KV")
     add("--loads", default=",".join(LOADS), metavar="NAME,…", help="(default: %(default)s)")
+    add("--cells", metavar="LINK:MEMORY:LOAD,…", help="only these of them")
     add("--context", type=int, default=512, help="most tokens of a sequence")
     add("--tokens", type=int, default=96, help="decode steps of a load (default: %(default)s)")
-    add("--rounds", type=int, default=1, help="the best counts (default: %(default)s)")
+    add("--rounds", type=int, default=2, help="the best counts (default: %(default)s)")
     add("--ablations", action="store_true", help="auto also with parts left out")
     add("--counted", action="store_true", help="count steps and bytes: for a busy machine")
     add("--simulated", action="store_true", help="48 layers of 128 experts on stated hardware")

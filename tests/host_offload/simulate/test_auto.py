@@ -14,6 +14,7 @@ from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.simulate import auto
 from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
+from host_offload.simulate.shadows import cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from tests.host_offload.control.policy_runs import spec
@@ -47,6 +48,8 @@ class World:
 
     policy: Auto
     fill_s: float = FILL_S
+    bucket: int = 4
+    phase: int = 1
 
     def __post_init__(self):
         self.pager = Pager(cold_tables(np.full(LAYERS, CELLS), EXPERTS))
@@ -67,9 +70,9 @@ class World:
             total += int(missed.sum())
             seen = Observation(
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
-                seconds=self.seconds, ids=ids, phase=np.ones(2, np.uint8), missed=missed,
-                bucket=4, compiled=self.step == 0, waiting=0, waiting_tokens=0,
-                kv_used=4, kv_swapped=0, kv_pages=40, running=2,
+                seconds=self.seconds, ids=ids, phase=np.full(2, self.phase, np.uint8),
+                missed=missed, bucket=self.bucket, compiled=self.step == 0,
+                waiting=0, waiting_tokens=0, kv_used=4, kv_swapped=0, kv_pages=40, running=2,
             )  # fmt: skip
             self.state, decision = self.policy.decide(self.state, seen)
             if decision.victim_weights is not None:
@@ -118,6 +121,16 @@ def learns_from_times() -> None:
     assert world.state.ratios[1] == pytest.approx(500, rel=0.3)
 
 
+def waits_until_it_is_sure() -> None:
+    """An arm that was much cheaper in one step of a window, by chance, and dearer in the others."""
+    rng = np.random.default_rng(0)
+    for n, chosen in ((8, 0), (64, 1)):
+        steps = np.stack([np.full(n, 1.0), 0.9 + 0.2 * np.resize([1, -1], n)])
+        steps += 0.01 * rng.random(n)
+        prices = auto.prices_of(steps, np.zeros(2), 0, sure=1.5)
+        assert auto.choose_arm(prices, horizon=512, margin=0.02) == chosen
+
+
 def stays_if_little_is_gained() -> None:
     """Misses that take next to nothing: the cheapest arm is hardly cheaper."""
     world = World(an_auto(fill_s=1e-7), fill_s=1e-7)
@@ -137,13 +150,24 @@ def looks_ahead() -> None:
     assert world.state.switches == 0
 
 
-CHECKS = (follows_the_load, learns_from_times, stays_if_little_is_gained, looks_ahead)
+CHECKS = (
+    follows_the_load,
+    learns_from_times,
+    waits_until_it_is_sure,
+    stays_if_little_is_gained,
+    looks_ahead,
+)
 MUTANTS: dict[str, tuple[str, Callable, Callable[[], None]]] = {
     "correction ignored": ("correct", lambda *parts: (1.0, 1.0), learns_from_times),
     "hysteresis ignored": (
         "choose_arm",
         lambda prices, *, horizon, margin: choose_arm(prices, horizon=horizon, margin=0.0),
         stays_if_little_is_gained,
+    ),
+    "doubt ignored": (
+        "choose_arm",
+        lambda prices, **settings: choose_arm(prices._replace(doubt_s=()), **settings),
+        waits_until_it_is_sure,
     ),
     "horizon ignored": (
         "choose_arm",
@@ -171,6 +195,52 @@ def test_mutants_are_found(mutant, monkeypatch):
     monkeypatch.setattr(auto, name, replaced)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize(("cells", "rows"), [(12, 1), (6, 5), (3, 20)])
+def test_shadows_choose_as_the_device(cells, rows):
+    """Also where cells are too few for a step, and after cells were taken and given."""
+    rng, every = np.random.default_rng(cells), [EVICTION[arm] for arm in auto.EVICTIONS]
+    pagers = [Pager(cold_tables(np.full(LAYERS, cells), EXPERTS)) for _ in every]
+    for pager, weights in zip(pagers, every, strict=True):
+        pager.set_tables({"victim_weights": np.array(weights)})
+    shadows, often = cold_shadows(every, [cells] * LAYERS, EXPERTS), rng.dirichlet([0.5] * EXPERTS)
+    for _ in range(80):
+        active = np.zeros((LAYERS, EXPERTS), bool)
+        for layer, _ in np.ndindex(LAYERS, rows):
+            active[layer, rng.choice(EXPERTS, 3, replace=False, p=often)] = True
+        shadows, missed = shadows.follow(active)
+        for arm, pager in enumerate(pagers):
+            found = pager.reference(active)
+            assert missed[arm] == found.missing.sum()
+            assert (shadows.resident[arm] == (pager.tables.address >= 0)).all()
+    held = shadows.resident
+    fewer = shadows.regrant(np.full(LAYERS, cells - 2))
+    assert (fewer.resident.sum(2) == cells - 2).all() and (fewer.resident <= held).all()
+    assert (fewer.regrant(np.full(LAYERS, cells)).resident == fewer.resident).all()
+
+
+def test_another_load_begins_anew():
+    """Steps of four times the rows are another load, whose first choice needs no older steps."""
+    world = World(an_auto())
+    world.run(HOT, 30)
+    assert len(world.state.window) == 29  # but for the one that compiled
+    world.bucket = 16
+    world.run(HOT, 3)
+    assert (len(world.state.window), world.state.fresh) == (3, 3)
+
+
+def test_prompts_count():
+    """Experts that a prompt misses are priced with the next decode step."""
+    world = World(an_auto())
+    world.run(HOT, 4)
+    world.phase = 0
+    world.run(HOT, 2)
+    carried = world.state.carried
+    world.phase = 1
+    world.run(HOT, 1)
+    assert (world.state.window[-1].fills >= carried).all() and np.all(carried > 0)
+    assert len(world.state.window) == 4 and not np.any(world.state.carried)
 
 
 def test_a_correction_separates_computing_from_moves():
@@ -220,7 +290,7 @@ def test_kv_gets_what_its_peak_needs():
             waiting=int(many), waiting_tokens=64 * many,
         )  # fmt: skip
         state, decision = policy.decide(state, seen)
-        longest = max(longest, len(state.window))
+        longest = max(longest, state.fresh)
         if decision.cells is not None:
             wanted.append((step, decision.cells.tolist(), decision.kv_pages))
     (first, experts, pages), (then, fewer, more), *_ = wanted

@@ -1,0 +1,105 @@
+"""Which experts would be resident under each of several evictions, beside a running engine.
+
+All evictions see the same references, so the experts' last use and frequency are kept once, and an
+eviction is a set of residents. It makes the choices of `Pager.reference` in a quarter of its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_kernels.plan.victim import victim_key
+
+_MOST = np.iinfo(np.int64).max
+AGES = 1 << 24
+"""References after which an expert's last use no longer counts."""
+
+
+class Shadows(NamedTuple):
+    """Residents of L layers with E experts, under A arms with K different evictions."""
+
+    weights: np.ndarray
+    """int32[3, K, 1, 1], of pallas_kernels.plan.victim_key."""
+    eviction: np.ndarray
+    """int64[A], of each arm."""
+    cells: np.ndarray
+    """int64[A, L]"""
+    resident: np.ndarray
+    """bool[A, L, E]"""
+    last_used: np.ndarray
+    """int32[L, E]"""
+    frequency: np.ndarray
+    """int32[L, E]"""
+    clock: int = 0
+
+    def follow(self, active: np.ndarray) -> tuple[Shadows, np.ndarray]:
+        """Returns the shadows after a step, and the misses int64[A] of each arm.
+
+        - `active`: bool[L, E], experts that the step routes to.
+        """
+        clock, resident = self.clock + 1, self.resident
+        missing = active > resident
+        filled, idle = missing, resident > active
+        misses, held, unused = (part.sum(axis=2) for part in (missing, resident, idle))
+        free = self.cells - held
+        room = free + unused
+        victims = np.minimum(misses, room) - free
+        if (misses > room).any():  # the others are read through
+            filled = missing & (missing.cumsum(axis=2) <= room[:, :, None])
+        if (victims > 0).any():
+            resident = resident ^ self._first(idle, victims, clock)
+        after = self._replace(
+            resident=resident | filled,
+            last_used=np.where(active, np.int32(clock), self.last_used),
+            frequency=self.frequency + active,
+            clock=clock,
+        )
+        return after, misses.sum(axis=1)
+
+    def regrant(self, cells: np.ndarray) -> Shadows:
+        """Returns the shadows with these cells, int[A, L] or one row for all arms. Experts beyond
+        them leave in the order of eviction."""
+        cells = np.array(np.broadcast_to(cells, self.cells.shape))
+        beyond = self.resident.sum(axis=2) - cells
+        gone = self._first(self.resident, beyond, self.clock + 1)
+        return self._replace(cells=cells, resident=self.resident ^ gone)
+
+    def differ(self, arm: int) -> np.ndarray:
+        """Returns int64[A], the experts that each arm holds and this one does not."""
+        return (self.resident > self.resident[arm]).sum(axis=(1, 2))
+
+    def _first(self, chosen: np.ndarray, count: np.ndarray, clock: int) -> np.ndarray:
+        """Returns bool[A, L, E], the first `count` [A, L] of the chosen experts in the order of
+        eviction: by the victim's key, its last use and its id. One number has all three, since a
+        sort of numbers takes half the time of one of indices."""
+        age = clock - self.last_used
+        key = victim_key(age, self.frequency, 0, self.weights).astype(np.int64) << 34
+        key += (np.maximum(AGES - age, 0).astype(np.int64) << 10) + np.arange(age.shape[1])
+        order = np.where(chosen, key[self.eviction], _MOST).reshape(-1, age.shape[1])
+        last = np.maximum(count, 0).ravel() - 1
+        most = np.sort(order, axis=1)[np.arange(len(last)), last]
+        most[last < 0] = ~_MOST
+        return (order <= most[:, None]).reshape(chosen.shape)
+
+
+def cold_shadows(
+    weights: Sequence[tuple[int, int, int]], cells: Sequence[int], experts: int
+) -> Shadows:
+    """Returns shadows without residents.
+
+    - `weights`: victim weights of each arm.
+    - `cells`: of each layer.
+    """
+    different = sorted({*weights})
+    arms, layers = len(weights), len(cells)
+    return Shadows(
+        np.array(different, np.int32).T[:, :, None, None],
+        np.array([different.index(each) for each in weights]),
+        np.tile(np.array(cells, np.int64), (arms, 1)),
+        np.zeros((arms, layers, experts), bool),
+        np.zeros((layers, experts), np.int32),
+        np.zeros((layers, experts), np.int32),
+    )
