@@ -10,7 +10,13 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
-from host_offload.control.step_record import LayerRouting, LinkUse, StepRecord, StepRows
+from host_offload.control.step_record import (
+    Glance,
+    LayerRouting,
+    LinkUse,
+    StepRecord,
+    StepRows,
+)
 from host_offload.memory.tables import Copy, Entry, HandOver, Move, Residency
 
 
@@ -149,6 +155,17 @@ class Control:
             self.controller.settle_between_layers(self._read_done())
         if self.controller.needs_residency:
             self._snapshots[number] = self.device.snapshot()
+
+    def rest(self, glance: Glance, start_s: float) -> bool:
+        """Whether no policy needs a step that was read. Otherwise call after_read.
+
+        - `start_s`: when the step was dispatched.
+        """
+        if not self.controller.rest(glance):
+            return False
+        if self._origin_s is None:
+            self._origin_s = start_s
+        return True
 
     def after_read(self, record: StepRecord) -> None:
         """Runs the policies of steps, intervals and turns after a step was read."""

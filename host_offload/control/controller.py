@@ -45,6 +45,7 @@ from host_offload.control.staging import Staging, last_used
 from host_offload.control.step_record import (
     SEEN,
     USES,
+    Glance,
     LayerRouting,
     LinkUse,
     StepRecord,
@@ -124,6 +125,7 @@ class Seat:
         self.policy, self.name = policy, name_of(policy)
         self._observed: dict[Moment, tuple[str, ...]] = {}
         self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
+        self.rests: Callable[[Any, Glance], Any] | None = getattr(policy, "rests", None)
         self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
             policy.writes.isdisjoint({"stages", "transitions"})
         )
@@ -328,6 +330,24 @@ class Controller:
         else:
             self.budget_deferred += 1
 
+    @functools.cached_property
+    def may_rest(self) -> bool:
+        """Whether policies can do without some steps: each says so, and nobody else counts them."""
+        alone = not (self.needs_residency or self.staging.watching or "counts" in self.needs)
+        return alone and all(seat.rests is not None for seat in self._seats)
+
+    def rest(self, glance: Glance) -> bool:
+        """Whether no policy needs a step that was read. Otherwise nothing has changed, and end_step
+        must follow."""
+        if not self.may_rest:
+            return False
+        states = [seat.rests(seat.state, glance) for seat in self._seats if seat.rests]
+        if any(state is None for state in states):
+            return False
+        for seat, state in zip(self._seats, states, strict=True):
+            seat.state = state
+        return True
+
     def end_step(
         self, record: StepRecord, *, age: int, seconds: float, tables: Residency | None = None
     ) -> None:
@@ -337,6 +357,8 @@ class Controller:
         - `seconds`: from the start until the step was read.
         - `tables`: after the step, needed if needs_residency.
         """
+        if self.may_rest and self.rest(glance_of(record)):
+            return
         if tables is not None:
             self.see(tables)
         step = record.number
@@ -595,6 +617,17 @@ class Controller:
     def _log(self, event: Event) -> None:
         if self.listener is not None:
             self.listener(event)
+
+
+def glance_of(record: StepRecord) -> Glance:
+    """Returns the glance of a step by its record. A trace may lack some of it."""
+    known = record.fills is not None and record.read_through is not None
+    missed = record.fills.sum() + record.read_through.sum() if known else record.missed.sum()
+    rows = len(record.ids) if record.rows is None else record.rows
+    decode = bool(record.phase.all()) if record.kind is None else record.kind == "decode"
+    use = [-1] * len(USES) if record.use is None else record.use.tolist()
+    shown = (use[USES.index(name)] for name in Glance._fields[3:])
+    return Glance(decode, int(rows), int(missed), *shown)
 
 
 def _read_only(value: Any) -> Any:

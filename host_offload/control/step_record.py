@@ -67,6 +67,23 @@ USES = tuple(field.name for field in dataclasses.fields(PageUse))
 """Columns of StepRecord.use."""
 
 
+class Glance(NamedTuple):
+    """What is known of a step once it was read, before its record is made."""
+
+    decode: bool
+    rows: int
+    """Of its executable."""
+    missed: int
+    """Active experts that were not resident."""
+    kv_used: int
+    """This and the next ones: of PageUse."""
+    kv_pages: int
+    kv_swapped: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+
+
 class Column(NamedTuple):
     """How a trace keeps a field, and whether policies see it."""
 

@@ -31,7 +31,7 @@ from host_offload.control.interface import (
     Spec,
     routed_counts,
 )
-from host_offload.control.step_record import StepRecord
+from host_offload.control.step_record import Glance, StepRecord
 from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
@@ -50,15 +50,20 @@ KEEP = 0.5
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
-EAGER, SELDOM = 4, 8
-"""With a prefetch among the arms, whose windows are simulated: windows after a switch that follow
-at once, and of how many later ones one is taken."""
+EAGER = 2
+"""Windows after a switch or a new load that follow at once."""
+WATCH_S, COST, LONGEST = 0.6e-3, 0.02, 1024
+"""Seconds that a step of a window costs the host, as measured on two cores; the share of all time
+that they may cost, which decides how long no window follows; and most steps of such a rest."""
+SELDOM = 7
+"""Windows of a rest with a prefetch among the arms, since windows are simulated."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
 OTHER_ROWS = 4
 """Ratio of two steps' rows by which they are of different loads."""
-CHANGE = 0.25
-"""By how much the misses of steps between windows change if the load does."""
+LATELY, CHANGE = 16, 3.0
+"""Steps over which misses between windows are averaged, and by how many standard errors, beside a
+tenth, they change if the load does."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
@@ -178,11 +183,13 @@ class Watched(NamedTuple):
     seconds: float = 0.0
     """When the step before was read."""
     windows: int = 0
-    """Since the last switch."""
+    """Since the last switch or rest."""
     rest: int = 0
-    """Decode steps until the next window begins, with a prefetch among the arms."""
-    missed: tuple[float, float] = (0.0, 0.0)
-    """Misses a step: of the last window, and lately."""
+    """Decode steps until the next window begins."""
+    rows: int = 0
+    """Of the last step before a rest."""
+    missed: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Misses a step: of the last window, lately, and their least change if the load changes."""
     switches: int = 0
     switched: int = 0
     """Experts that the switches moved, as predicted."""
@@ -299,6 +306,23 @@ class Auto:
         inner = tuple(policy.init(spec) for policy in self.policies[0])
         return Watched(spec, 0, inner, shadows, division, cap, ratios=self.ratios, said=said)
 
+    def rests(self, state: Watched, glance: Glance) -> Watched | None:
+        """Passes the steps between windows, and with one arm all but those that move its split."""
+        if self.ahead or (SPLIT in self.arms[state.arm] and _is_short(state, glance)):
+            return None
+        if len(self.arms) == 1:
+            if "cells" not in self.writes:
+                return state
+            if glance.decode and state.fresh + 1 >= self.window:
+                return None
+            return self._watch_kv(state, glance)._replace(fresh=state.fresh + glance.decode)
+        if not state.rest:
+            return None
+        if not self.bare:
+            state = self._watch_kv(state, glance)
+        state = state._replace(seconds=math.nan)
+        return self._wait(state, glance.rows, glance.missed) if glance.decode else state
+
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
         moments = (policy.moments for policy in self.policies[state.arm])
@@ -332,7 +356,8 @@ class Auto:
         decoded = bool(seen.phase.all()) and len(seen.phase) > 0
         short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
         if state.rest:
-            state = self._wait(state, int(seen.missed.sum())) if decoded else state
+            if decoded:
+                state = self._wait(state, self._rows(seen), int(seen.missed.sum()))
             return self._fit_kv(state, seen, short) if short else (state, Decision())
         if self.ahead and state.tables is None:  # the window begins with the next step
             return state._replace(tables=tables_of(seen)), Decision()
@@ -342,7 +367,8 @@ class Auto:
             shadows, fills = state.shadows.follow(active)
             state = state._replace(shadows=shadows)
         state = state._replace(carried=state.carried + fills)
-        if decoded and not seen.compiled:  # None in a bare step
+        # Seconds of a step after a rest are not known; `compiled` is None in a bare step.
+        if decoded and not seen.compiled and not math.isnan(took):
             state = self._add_sample(state, seen, took)
         if short:
             state, decision = self._fit_kv(state, seen, short)
@@ -364,26 +390,31 @@ class Auto:
         become another one."""
         if len(self.arms) == 1:
             return state._replace(fresh=state.fresh + 1)
-        rows, missed = len(seen.ids) if self.bare else seen.bucket, int(seen.missed.sum())
+        rows, missed = self._rows(seen), int(seen.missed.sum())
         record = record_of(seen) if self.ahead else None
         fills = np.asarray(state.carried)
         sample = Sample(rows, took, self._compute_s(rows), missed, fills, record)
-        window, fresh = state.window, state.fresh
-        if window and not self.ahead:
-            more, less = max(rows, window[0].rows), min(rows, window[0].rows)
-            if more >= OTHER_ROWS * less:
-                window, fresh = (), 0
-        window = (*window[-(KEPT * self.window - 1) :], sample)
-        return state._replace(window=window, fresh=fresh + 1, carried=0)
+        if state.fresh < 0:  # the shadows are behind
+            return state._replace(fresh=state.fresh + 1, carried=0)
+        if state.window and not self.ahead and _differ(rows, state.window[0].rows):
+            state = state._replace(window=(), fresh=0, windows=0)
+        window = (*state.window[-(KEPT * self.window - 1) :], sample)
+        return state._replace(window=window, fresh=state.fresh + 1, carried=0)
 
-    def _wait(self, state: Watched, missed: int) -> Watched:
+    def _rows(self, seen: Observation) -> int:
+        return len(seen.ids) if self.bare else seen.bucket
+
+    def _wait(self, state: Watched, rows: int, missed: int) -> Watched:
         """Returns the state after a decode step between windows. The next window begins at once if
         the load has changed."""
-        before, lately = state.missed
-        lately += (missed - lately) / self.window
-        changed = abs(lately - before) > CHANGE * before + 1
-        rest = 0 if changed else state.rest - 1
-        return state._replace(rest=rest, missed=(before, lately))
+        before, lately, change = state.missed
+        lately += (missed - lately) / LATELY
+        if abs(lately - before) > change or _differ(rows, state.rows):
+            state = state._replace(rest=1)
+        state = state._replace(rest=state.rest - 1, missed=(before, lately, change))
+        if state.rest:
+            return state
+        return state._replace(fresh=0 if self.ahead else -self.window, carried=0)
 
     # ---- what a step says
 
@@ -392,7 +423,7 @@ class Auto:
         larger = [bucket for bucket in self.step_s if bucket >= rows]
         return self.step_s[min(larger, default=max(self.step_s))]
 
-    def _watch_kv(self, state: Watched, seen: Observation) -> Watched:
+    def _watch_kv(self, state: Watched, seen: Observation | Glance) -> Watched:
         """Returns the state with what a step says of KV. Where others move the split, all shadows
         get or lose their slots, shared evenly by the layers."""
         first, before = state.kv_pages
@@ -464,24 +495,43 @@ class Auto:
                 arm = state.arm
         if self.forced is not None:
             arm = int(np.random.default_rng((self.forced, seen.step)).integers(len(self.arms)))
-        windows = 0 if arm != state.arm else state.windows + 1
-        missed = float(np.mean([sample.missed for sample in state.window]))
+        windows, window = state.windows + 1, state.window
         state = state._replace(
             window=() if self.ahead else state.window,
             fresh=0,
             tables=None,
             ratios=ratios,
             windows=windows,
-            rest=self._window * (SELDOM - 1) if self.ahead and windows >= EAGER else 0,
-            missed=(missed, missed),
             prices=prices.step_s,
             priced=tuple(np.add(state.priced or 0.0, prices.step_s).tolist()),
             choices=state.choices + 1,
         )
         if arm == state.arm:
+            least = min(prices.step_s) < prices.step_s[arm] * (1 - self.margin)
+            doubtful = least and windows < KEPT and not self.ahead
+            if windows >= EAGER and not doubtful:
+                state = self._rest(state, window)
             return state, decision
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
         return self._switch(state, arm, prices, priced)
+
+    def _rest(self, state: Watched, window: tuple[Sample, ...]) -> Watched:
+        """Returns the state at the end of a window after which none follows at once."""
+        rest = self._window * SELDOM
+        if not self.ahead:
+            paid = COST * float(np.mean([sample.seconds for sample in window])) / WATCH_S
+            rest = min(int(self.window * state.windows * (1 / paid - 1)), LONGEST)
+        if rest < self.window:
+            return state
+        missed = np.array([sample.missed for sample in window])
+        mean, error = float(missed.mean()), float(missed.std()) / math.sqrt(2 * LATELY)
+        return state._replace(
+            window=(),
+            windows=0,
+            rest=rest,
+            rows=window[-1].rows,
+            missed=(mean, mean, CHANGE * error + 0.1 * mean + 0.1),
+        )
 
     def _corrected(
         self, state: Watched, seen: Observation, priced: Priced, ratios: tuple[float, float]
@@ -549,6 +599,7 @@ class Auto:
         said = self._describe(prices, arm, moved)
         state = state._replace(
             arm=arm,
+            windows=0,
             inner=tuple(policy.init(state.spec) for policy in self.policies[arm]),
             switches=state.switches + 1,
             switched=state.switched + moved,
@@ -592,7 +643,7 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
     return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
 
 
-def _wanted(spec: Spec, seen: Observation) -> int:
+def _wanted(spec: Spec, seen: Observation | Glance) -> int:
     """Returns how many sequences could run if KV had room for all."""
     wanted = max(seen.running + seen.waiting, 1)
     return min(wanted, spec.max_num_seqs or wanted)
@@ -603,7 +654,12 @@ def _pages_each(seen: Observation) -> float:
     return max(seen.kv_used / max(seen.running, 1), 1.0)
 
 
-def _is_short(state: Watched, seen: Observation) -> bool:
+def _differ(rows: int, before: int) -> bool:
+    """Whether steps of so many rows are of different loads."""
+    return max(rows, before) >= OTHER_ROWS * min(rows, before)
+
+
+def _is_short(state: Watched, seen: Observation | Glance) -> bool:
     """Whether pages had to leave, or a prompt waits for them and for no row."""
     prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * state.division.page_tokens))
     needed = seen.kv_used + (prompt if _wanted(state.spec, seen) > seen.running else 0)

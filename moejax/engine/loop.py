@@ -31,6 +31,7 @@ from moejax.engine.step_work import (
     Step,
     placed_rows,
     prefill_batch,
+    step_glance,
     step_record,
 )
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
@@ -578,13 +579,24 @@ class Engine:
             self.drafts.observe(step)
             self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:
-            use = page_use(self.scheduler, self.runner.link_use())
-            record = step_record(step, self.runner, results, now, touched, use)
-            if self.control is not None:
-                self.control.after_read(record)
-            if self.tracer is not None:
-                self.tracer.after_read(record)  # last, since it raises if the disk is full
+            self._tell(step, results, now, touched)
         return touched
+
+    def _tell(self, step: Step, results: Results, now: float, touched: list[Request]) -> None:
+        """Tells policies and the tracer of a step that was read."""
+        control = self.control
+        if control is not None and control.controller.may_rest:
+            glance = step_glance(step, results, page_use(self.scheduler))
+            control = None if control.rest(glance, step.dispatched_s) else control
+        if control is None and self.tracer is None:
+            return
+        use = page_use(self.scheduler, self.runner.link_use())
+        needs = None if self.tracer is not None or control is None else control.controller.needs
+        record = step_record(step, self.runner, results, now, touched, use, needs)
+        if control is not None:
+            control.after_read(record)
+        if self.tracer is not None:
+            self.tracer.after_read(record)  # last, since it raises if the disk is full
 
     def _end_lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
         """Ends the requests of a step that missed experts' bytes. Returns the requests.

@@ -207,7 +207,7 @@ def _holders(scheduler: Scheduler) -> list[SequenceBlocks]:
     return [each.blocks for each in (*requests, *scheduler.sessions.all)]
 
 
-def page_use(scheduler: Scheduler, link: LinkUse) -> PageUse:
+def page_use(scheduler: Scheduler, link: LinkUse | None = None) -> PageUse:
     """Returns the state of KV, queues and link as policies and traces see it."""
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
@@ -217,7 +217,7 @@ def page_use(scheduler: Scheduler, link: LinkUse) -> PageUse:
         running=len(scheduler.running),
         waiting=scheduler.totals.requests,
         waiting_tokens=scheduler.totals.prompt_tokens,
-        **link._asdict(),
+        **({} if link is None else link._asdict()),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from host_offload.control.step_record import SEEN, PageUse, StepRecord, StepRows
+from host_offload.control.step_record import SEEN, Glance, PageUse, StepRecord, StepRows
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
@@ -20,6 +20,8 @@ from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
     from moejax.step.executor import Executor
+
+_NONE = np.empty(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,13 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
     return PlacedRows(place, rows)
 
 
+def step_glance(step: Step, results: Results, use: PageUse) -> Glance:
+    """Returns the glance of a step whose results were read."""
+    rows = step.output.logits.shape[0] if step.work.rows else 0
+    shown = (getattr(use, name) for name in Glance._fields[3:])
+    return Glance(bool(step.work.rows), rows, sum(results.totals[2:]), *shown)
+
+
 def step_record(
     step: Step,
     runner: Executor,
@@ -215,18 +224,26 @@ def step_record(
     read_s: float,
     touched: Sequence[Request],
     use: PageUse,
+    needs: frozenset[str] | None = None,
 ) -> StepRecord:
     """Makes the record of a step whose results were read.
 
     - `read_s`: when they were read, by time.perf_counter.
     - `touched`: requests that got tokens from the step or ended with it.
     - `use`: state of KV, queues and link after it.
+    - `needs`: fields of an Observation that are wanted, so that others may be left empty; None:
+      all, and what only traces have.
     """
     work, output, shapes = step.work, step.output, runner.shapes
     paging, missed = results.paging, results.missed
     # Copied one by one: the step has ended, and traversing a pytree costs more than the copies.
-    ids, weights = (np.asarray(a) for a in output.routing)
+    ids = np.asarray(output.routing.ids)
     place, placed = step.placed or placed_rows(work, step.positions, shapes)
+    weights, moved = _NONE, _NONE
+    if needs is None or "weights" in needs:
+        weights = np.asarray(output.routing.weights).transpose(1, 0, 2)[place]
+    if needs is None:
+        moved = moved_bytes(step, paging, results.demand, runner.link_bytes)
     if work.rows:
         rows, waves = output.logits.shape[0], 1
     else:
@@ -243,7 +260,7 @@ def step_record(
         position=placed.position,
         phase=placed.phase,
         ids=ids.transpose(1, 0, 2)[place].astype(np.int16),
-        weights=weights.transpose(1, 0, 2)[place],
+        weights=weights,
         number=step.number,
         kind=step.kind,
         start_s=step.dispatched_s,
@@ -256,8 +273,8 @@ def step_record(
         read_through=np.asarray(paging.read_through),
         waves=np.full(len(missed), waves, np.int16),
         missed=missed,
-        bytes=moved_bytes(step, paging, results.demand, runner.link_bytes),
-        use=np.array(dataclasses.astuple(use)),
+        bytes=moved,
+        use=np.array([*vars(use).values()]),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         placed=output.placed,

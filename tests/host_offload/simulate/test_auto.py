@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation
+from host_offload.control.step_record import Glance
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
@@ -22,7 +23,7 @@ from tests.host_offload.control.policy_runs import spec
 pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
 
 LAYERS, EXPERTS, CELLS = 2, 16, 8
-COMPUTE_S, FILL_S = 1e-3, 1e-4
+COMPUTE_S, FILL_S = 2e-2, 2e-3
 HOT, MOVED = "hot", "moved"
 """Loads. `hot`: 4 experts at every third step, and between them a scan over the others, 4 a step:
 LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still keeps the hot ones."""
@@ -50,6 +51,7 @@ class World:
     fill_s: float = FILL_S
     bucket: int = 4
     phase: int = 1
+    rested: int = 0
 
     def __post_init__(self):
         self.pager = Pager(cold_tables(np.full(LAYERS, CELLS), EXPERTS))
@@ -68,6 +70,11 @@ class World:
             missed = self.pager.reference(active).missing
             self.seconds += COMPUTE_S + self.fill_s * int(missed.sum())
             total += int(missed.sum())
+            glance = Glance(self.phase == 1, self.bucket, int(missed.sum()), 4, 40, 0, 2, 0, 0)
+            rested = self.policy.rests(self.state, glance)
+            if rested is not None:
+                self.state, self.step, self.rested = rested, self.step + 1, self.rested + 1
+                continue
             seen = Observation(
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
                 seconds=self.seconds, ids=ids, phase=np.full(2, self.phase, np.uint8),
@@ -133,7 +140,7 @@ def waits_until_it_is_sure() -> None:
 
 def stays_if_little_is_gained() -> None:
     """Misses that take next to nothing: the cheapest arm is hardly cheaper."""
-    world = World(an_auto(fill_s=1e-7), fill_s=1e-7)
+    world = World(an_auto(fill_s=1e-6), fill_s=1e-6)
     world.run(HOT, 400)
     assert world.state.switches == 0
 
@@ -228,6 +235,24 @@ def test_another_load_begins_anew():
     world.bucket = 16
     world.run(HOT, 3)
     assert (len(world.state.window), world.state.fresh) == (3, 3)
+
+
+def test_fast_steps_are_seldom_watched(monkeypatch):
+    """Where watching would take a tenth of the steps' time, most steps are passed, but for those
+    after the load has changed. One arm alone is never watched."""
+    monkeypatch.setattr(auto, "WATCH_S", auto.COST * 0.2)
+    world = World(an_auto())
+    world.run(HOT, 600)
+    assert 400 < world.rested < 550 and world.arms[-1] == "lfu"
+    world.run(MOVED, 100)
+    assert world.arms[-1] == "lru"
+    world.run(MOVED, 200)
+    before, world.bucket = world.rested, 16
+    world.run(MOVED, 20)
+    assert world.rested - before <= 1
+    alone = World(an_auto(arms=("lfu",)))
+    alone.run(HOT, 30)
+    assert alone.rested == 30
 
 
 def test_prompts_count():

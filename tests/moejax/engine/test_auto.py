@@ -11,6 +11,7 @@ import logging
 import pytest
 
 from host_offload.control.interface import Decision, Moment
+from host_offload.simulate import auto
 from host_offload.simulate.auto import EVICTIONS, Auto
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import spec_of
@@ -31,7 +32,9 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_random(monkeypatch):
-    """Every 4 decode steps another arm at random."""
+    """Every 4 decode steps another arm at random, with rests of 4 steps between."""
+    monkeypatch.setattr(auto, "LONGEST", 4)
+    monkeypatch.setattr(auto, "SELDOM", 1)
     monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
 
 
