@@ -232,8 +232,9 @@ class Controller:
         kind: type[Staging | Transitions] = Staging
         if any(map(wants_pool, policies)):
             kind = PooledStaging
-        if kind is PooledStaging:
+        if kind is PooledStaging or (self.search is not None and self.search.pooled):
             check_pool(policies, spec)
+        if kind is PooledStaging:
             self.moments |= {Moment.EXPERTS_BEGIN}
         if spec.resident is not None:
             kind = ArrivingTransitions if spec.resident.arriving else Transitions

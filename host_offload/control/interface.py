@@ -169,6 +169,8 @@ class MapSearch:
     """Places of the store (C)."""
     distance: int
     """How many layers ahead maps predict (d)."""
+    pooled: bool = False
+    """Whether fetched experts may take cells of other layers."""
 
     def nbytes(self, layers: int, experts: int, hidden: int) -> int:
         """Bytes of the store on the device: float16, and the lengths of prefixes in float32."""

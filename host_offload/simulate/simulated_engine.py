@@ -27,8 +27,13 @@ from host_offload.control.step_record import (
 )
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Copy, Entry, Residency
-from host_offload.policies.prefetch.expert_map.in_step import entries_of, wanted_of
+from host_offload.memory.tables import Copy, Entry, HandOver, Residency
+from host_offload.policies.prefetch.expert_map.in_step import (
+    ENTRIES,
+    entries_of,
+    pool_entries,
+    wanted_of,
+)
 from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
     MapStore,
@@ -135,6 +140,8 @@ class PagerDevice(Pager):
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: MapStore | None = None
         """The maps that decode steps search, if any."""
+        self._pooled = False
+        """Whether what they fetch may take cells of other layers."""
         self.link_use: Callable[[], LinkUse] = LinkUse
         """See Device.link_use."""
         self.step = self.begin_step(-1, None, 1)
@@ -206,15 +213,31 @@ class PagerDevice(Pager):
             return np.zeros((0, 4), np.int32)
         tables = self.tables
         tables.prior[layer], wanted = said
-        entries = entries_of(tables, layer, wanted)
+        if self._pooled:
+            entries = self._take_from_pool(layer, coming - 1, wanted)
+        else:
+            entries = entries_of(tables, layer, wanted)
         done = self.stage(entries, coming=coming)
         chosen = [(of, expert, cell) for of, expert, _, cell in entries]
         return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
+
+    def _take_from_pool(self, layer: int, now: int, wanted: np.ndarray) -> list[Entry]:
+        """As moejax.step.map_search.take_from_pool."""
+        size = min(ENTRIES, len(wanted))
+        found = pool_entries(self.tables, layer, now, wanted, size, np)
+        entries = []
+        for fits, expert, cell, comes, *giver in zip(*(a.tolist() for a in found), strict=True):
+            if fits:
+                if comes:
+                    self.hand_over([HandOver(*giver, layer, cell)])
+                entries.append(Entry(layer, expert, 0, cell))
+        return entries
 
     # ---- for a Control
 
     def prepare(self, controller: Controller) -> None:
         if (search := controller.search) is not None:
+            self._pooled = search.pooled
             spec = controller.spec
             self.maps = empty_store(spec.layers, spec.experts, spec.hidden, search.capacity)
 

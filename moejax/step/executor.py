@@ -269,9 +269,10 @@ class Executor:
         kinds: list[Kind] = []
         if controller.needs_residency:
             kinds.append("snapshot")
-        self.pooled = controller.pool is not None
+        search = controller.search
+        self.pooled = controller.pool is not None or (search is not None and search.pooled)
         self.arriving = controller.arriving is not None
-        if self.pooled:
+        if controller.pool is not None:
             kinds.append("hand_over")
         if staged and controller.spec.resident is not None:
             kinds.append("move")

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.control.interface import MapSearch
-from host_offload.memory.tables import Tables
-from host_offload.policies.prefetch.expert_map.in_step import ENTRIES, prior_of
+from host_offload.memory.tables import HandOvers, Tables, hand_over_cells
+from host_offload.policies.prefetch.expert_map.in_step import ENTRIES, pool_entries, prior_of
 from host_offload.policies.prefetch.expert_map.map_store import (
     NONE,
     FoundMaps,
@@ -127,6 +127,23 @@ def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int)
     return Entries._make(jnp.where(fits, value, -1).astype(jnp.int32) for value in listed)
 
 
+def take_from_pool(
+    tables: Tables, layer: jax.Array, now: jax.Array, wanted: jax.Array, size: int
+) -> tuple[Tables, Entries]:
+    """Lists the transfers of list_entries, if cells of all layers are one pool (in_step.
+    pool_entries), and hands the cells over that come from other layers.
+
+    Returns (tables, the list).
+    """
+    found = pool_entries(tables, layer, now, wanted, size, jnp)
+    goes = found.fits & found.comes
+    moves = (found.giver, found.place, found.owner, jnp.broadcast_to(layer, (size,)), found.cell)
+    tables = hand_over_cells(tables, HandOvers(*(jnp.where(goes, each, -1) for each in moves)))
+    listed = layer, found.expert, 0, found.cell
+    fits = found.fits
+    return tables, Entries._make(jnp.where(fits, each, -1).astype(jnp.int32) for each in listed)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lookahead:
     """Fetches experts ahead of the layers of the running step, by the maps of earlier steps."""
@@ -149,7 +166,7 @@ class Lookahead:
         found = self.arrays.nearest_embedding(x.astype(jnp.float16), jnp)
 
         def layer(memory, target):
-            return self.fetch(memory, target, found, x)
+            return self.fetch(memory, target, jnp.int32(-1), found, x)
 
         with jax.named_scope("lookahead"):
             return lax.scan(layer, memory, jnp.arange(self.search.distance))
@@ -170,11 +187,16 @@ class Lookahead:
         """
         with jax.named_scope("lookahead"):
             trajectory, found = self.arrays.nearest_map(trajectory, layer, probabilities, jnp)
-            memory, ahead = self.fetch(memory, layer + self.search.distance, found, x)
+            memory, ahead = self.fetch(memory, layer + self.search.distance, layer, found, x)
         return memory, trajectory, ahead
 
     def fetch(
-        self, memory: DeviceMemory, target: jax.Array, found: FoundMaps, after: jax.Array
+        self,
+        memory: DeviceMemory,
+        target: jax.Array,
+        now: jax.Array,
+        found: FoundMaps,
+        after: jax.Array,
     ) -> tuple[DeviceMemory, jax.Array]:
         """Makes the probabilities of the found maps the prior of a layer to come, by which it
         evicts, and carries out the transfers that they ask for.
@@ -183,6 +205,7 @@ class Lookahead:
         layer, or while the store is empty.
 
         - `target`: the layer.
+        - `now`: the layer that was computed last; −1: none.
         - `after`: an array that depends on every read of the arena so far.
 
         Returns (memory, int32[4, S]: layer, expert and cell of each entry, −1 without one, and
@@ -199,7 +222,10 @@ class Lookahead:
         prior = prior_of(jnp.max(likely, axis=0), jnp)
         prior = jnp.where(jnp.any(known), prior, tables.prior[layer])
         tables = tables._replace(prior=tables.prior.at[layer].set(prior))
-        entries = list_entries(tables, layer, wanted, size)
+        if self.search.pooled:
+            tables, entries = take_from_pool(tables, layer, now, wanted, size)
+        else:
+            entries = list_entries(tables, layer, wanted, size)
         given = entries._replace(layer=entries.layer + zero_after(after))
         memory, done = stage_layer(DeviceMemory(arena, tables), layer, given, self.context, ahead=1)
         return memory, jnp.stack([entries.layer, entries.expert, entries.cell, done])

@@ -366,16 +366,19 @@ def test_same_bits_while_the_store_of_maps_grows(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_simulation_counts_what_steps_that_search_do(tmp_path, pooled):
     """Of routing that was recorded without the policy; then at another budget and over a link. A
     replay has each hit, transfer and decision. A trace without routers' probabilities is
-    refused."""
+    refused. In a pool cells pass from layer to layer, and none is lost."""
     trace = resident_trace(tmp_path / "rest", mixed_jobs())
-    fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5)
+    fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5, pooled=pooled)
     found = simulate(trace, policies=[fitted], cells=4, driver="device")
     options = {"policies": [fitted], "trace": f"{tmp_path / 'run'},arrays=probs+embedding"}
     with open_llm(expert_budget="25%", transfers="queue,rate=200MB/s", **options) as llm:
         run(llm, mixed_jobs(), check=False)
+        cells = (np.asarray(llm.engine.runner.tables.cell_row) >= 0).sum(axis=1)
+        assert cells.sum() == 16 and (np.ptp(cells) > 0) == pooled
     engine = read_trace(tmp_path / "run")
     assert np.array_equal(replay(engine, policies=[fitted]).staged, found.staged)
     for name in ("hits", "fills", "read_through"):

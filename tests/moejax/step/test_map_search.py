@@ -21,11 +21,18 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     select_experts,
     store_rows,
 )
+from host_offload.simulate.simulated_engine import PagerDevice
 from moejax.checkpoints.random_model import shape
-from moejax.step.map_search import list_entries, map_shapes, wanted_experts, write_rows
+from moejax.step.map_search import (
+    list_entries,
+    map_shapes,
+    take_from_pool,
+    wanted_experts,
+    write_rows,
+)
 from moejax.step.programs import ProgramKey
 from pallas_kernels import resolve_ops
-from pallas_kernels.plan.victim import MAX_PRIOR
+from pallas_kernels.plan.victim import MAX_PRIOR, log2_fixed
 from tests.aot.ptxas import compile_kernels
 from tests.moejax.step.test_constant_memory import DECODE, GiB, MiB, abstract_programs, nbytes
 
@@ -109,17 +116,20 @@ def test_wanted_experts_are_those_that_the_host_selects():
     assert found.sum(axis=1).min() == TOP_K and found.sum(axis=1).max() > TOP_K + 3
 
 
-def random_tables(rng: np.random.Generator, cells: int) -> Residency:
-    """One layer of L in use: some cells are not granted, some free."""
-    granted = np.sort(rng.permutation(E)[:cells])
+def random_tables(
+    rng: np.random.Generator, cells: int, layers: tuple[int, ...] = (1,)
+) -> Residency:
+    """Some layers of L in use: some cells are not granted, some free."""
     cell_row = np.full((L, E), -1, np.int32)
     owner, last_used = cell_row.copy(), np.zeros((L, E), np.int32)
     address = np.full((L, E), -1, np.int32)
-    cell_row[1, granted] = 100 + granted
-    held = granted[rng.random(cells) < 0.8]
-    experts = rng.permutation(E)[: len(held)]
-    owner[1, held], last_used[1, held] = experts, rng.integers(1, 9, len(held))
-    address[1, experts] = cell_row[1, held]
+    for layer in layers:
+        granted = np.sort(rng.permutation(E)[:cells])
+        cell_row[layer, granted] = 100 * layer + granted
+        held = granted[rng.random(cells) < 0.8]
+        experts = rng.permutation(E)[: len(held)]
+        owner[layer, held], last_used[layer, held] = experts, rng.integers(1, 9, len(held))
+        address[layer, experts] = cell_row[layer, held]
     return Residency(
         cell_row=cell_row,
         cell_version=np.zeros((L, E), np.int32),
@@ -162,6 +172,58 @@ def check_entries(listed, rng: np.random.Generator) -> None:
     assert np.all(found[len(expected) :] == -1)
     simulated = in_step.entries_of(tables, 1, wanted)
     assert [tuple(entry) for entry in simulated[:6]] == expected
+
+
+def test_of_a_pool_the_cells_of_least_value_are_taken():
+    """Of all layers but those between the last one and this: expert by expert, in a step and in the
+    simulator alike."""
+    taken = jax.jit(take_from_pool, static_argnums=4)
+    rng, moved = np.random.default_rng(8), 0
+    for layer, now in ((0, -1), (2, -1), (3, 0), (4, 1), (1, 0)) * 8:
+        tables = random_tables(rng, int(rng.integers(2, E - 3)), tuple(range(L)))
+        wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
+        expected = take_by_hand(tables.copy(), layer, now, wanted)
+        given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
+        after, listed = taken(given, jnp.int32(layer), jnp.int32(now), jnp.asarray(wanted), 6)
+        device = PagerDevice(tables.copy(), np.ones((1, L), np.int64))
+        entries = device._take_from_pool(layer, now, wanted)
+        assert [(e.expert, e.cell) for e in entries[:6]] == [(e, c) for e, c, _ in expected]
+        found = np.array(listed).T
+        assert [tuple(entry) for entry in found.tolist() if entry[0] >= 0] == [
+            (layer, expert, 0, cell) for expert, cell, _ in expected
+        ]
+        rows = [int(after.cell_row[layer, cell]) for _, cell, _ in expected]
+        assert rows == [row for _, _, row in expected]
+        assert sorted(after.cell_row[after.cell_row >= 0]) == sorted(
+            tables.cell_row[tables.cell_row >= 0]
+        )
+        moved += sum(row // 100 != layer for row in rows)
+    assert moved > 30
+
+
+def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray):
+    """(expert, cell, row) of the first six transfers."""
+    worth = []
+    for (of, cell), row in np.ndenumerate(tables.cell_row):
+        if row < 0 or now < of < layer:
+            continue
+        owner = int(tables.owner[of, cell])
+        if owner < 0:
+            worth.append((int(of != layer), 0.0, 0, 0, of, 0, cell, row))
+            continue
+        mine = float(wanted[owner]) if of == layer else 0.0
+        key = int(log2_fixed(tables.frequency[of, owner] + 1) + tables.prior[of, owner])
+        used = int(tables.last_used[of, cell])
+        worth.append((2 + (mine > 0), mine, key, used, of, owner, cell, row))
+    absent = [
+        e for e in np.argsort(-wanted, kind="stable") if wanted[e] and tables.address[layer, e] < 0
+    ]
+    free = [c for c in range(E) if tables.cell_row[layer, c] < 0]
+    found = []
+    for expert, (_, mine, *_, of, _, cell, row) in zip(absent, sorted(worth), strict=False):
+        if wanted[expert] > mine:
+            found.append((int(expert), cell if of == layer else free.pop(0), int(row)))
+    return found[:6]
 
 
 @pytest.mark.aot

@@ -26,7 +26,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     with_rows,
 )
 from host_offload.traces.reader import Trace
-from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
+from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed, victim_key
 
 NAME = expert_map_policy.NAME
 
@@ -51,9 +51,12 @@ class ExpertMapInStep(MapPolicy):
     and fetch the experts that the nearest map predicts for the layer `distance` later, without the
     host. Prefill steps prefetch nothing. The policy keeps the store by the rules of ExpertMap and
     writes changed rows between steps. Maps of a step enter when it is read, which is after the next
-    step was dispatched. Each layer has its own cells. Without learning, steps return no
-    probabilities.
+    step was dispatched. Without learning, steps return no probabilities.
     """
+
+    pooled: bool = False
+    """True: fetched experts may take cells of other layers, the paper's one cache (pool_entries);
+    misses fill their own layer's. False: each layer has its own cells."""
 
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "map_rows"})
     """The steps themselves write the prior."""
@@ -71,7 +74,7 @@ class ExpertMapInStep(MapPolicy):
 
     @property
     def search(self) -> MapSearch:
-        return MapSearch(self.capacity, self.distance)
+        return MapSearch(self.capacity, self.distance, self.pooled)
 
     def init(self, spec: Spec) -> Kept:
         """The state with the fitted store. Raises ValueError as begin_store."""
@@ -102,11 +105,16 @@ class ExpertMapInStep(MapPolicy):
 
 
 def fit(
-    trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float = 1.0
+    trace: Trace,
+    *,
+    capacity: int = 1000,
+    distance: int = 3,
+    share: float = 1.0,
+    pooled: bool = False,
 ) -> ExpertMapInStep:
     """The fit of expert_map, for steps that search."""
     found = expert_map_policy.fit(trace, capacity=capacity, distance=distance, share=share)
-    return ExpertMapInStep(found.fitted, capacity, distance, learns=False)
+    return ExpertMapInStep(found.fitted, capacity, distance, learns=False, pooled=pooled)
 
 
 def prior_of(likely: Any, xp: Any) -> Any:
@@ -129,6 +137,65 @@ def wanted_of(
     likely = store.maps[layer, found.place]
     chosen = select_experts(likely, found.score, top_k)
     return prior_of(likely.max(axis=0), np), np.where(chosen, likely, 0).max(axis=0)
+
+
+class PooledEntries(NamedTuple):
+    """Transfers to a layer, int[S] a field, and the cells that come from other layers for them."""
+
+    fits: Any
+    """bool[S]: whether there is such a transfer."""
+    expert: Any
+    cell: Any
+    """The cell's number in the layer."""
+    comes: Any
+    """bool[S]: whether the cell comes from another layer."""
+    giver: Any
+    place: Any
+    """The cell's number in the giver."""
+    owner: Any
+    """The expert in it; −1: it is empty."""
+
+
+def pool_entries(
+    tables: Any, layer: Any, now: Any, wanted: Any, size: int, xp: Any
+) -> PooledEntries:
+    """The transfers of entries_of, if cells of all layers are one pool (section 4.5).
+
+    Evict in this order: empty cells of the layer, of other layers, unwanted experts by the victim
+    key of plan, experts of the layer that are wanted less than the new one. Layers after `now` and
+    before this one keep theirs, since a step has just fetched for them.
+
+    - `tables`: Residency, or a step's Tables.
+    - `now`: the layer that was computed last; −1: none.
+    - `wanted`: float32[E], 0: not wanted.
+    - `xp`: numpy or jax.numpy.
+    """
+    layers, columns = tables.owner.shape
+    number, owned = xp.arange(layers)[:, None], tables.owner >= 0
+    own, owner = number == layer, xp.maximum(tables.owner, 0)
+
+    def of_owner(values: Any) -> Any:
+        return xp.where(owned, xp.take_along_axis(values, owner, 1), 0)
+
+    worth = xp.where(own & owned, wanted[owner], np.float32(0))
+    age = tables.clock[:, None] + np.int32(1) - tables.last_used
+    key = victim_key(age, of_owner(tables.frequency), of_owner(tables.prior), tables.victim_weights)
+    kind = xp.where(owned, 2 + (worth > 0), 1 - own.astype(np.int32))
+    candidate = (tables.cell_row >= 0) & (own | (number <= now) | (number > layer))
+    order = owner * owned, number + 0 * owner, tables.last_used * owned, key * owned, worth, kind
+    given = xp.lexsort([each.ravel() for each in (*order, ~candidate)])[:size]
+    expert, absent = xp.arange(len(wanted)), (wanted > 0) & (tables.address[layer] < 0)
+    coming = xp.lexsort([expert, -wanted, ~absent])[:size]
+    giver, place = given // columns, given % columns
+    comes = giver != layer
+    # Cells of other layers take numbers that no cell of this layer has.
+    held = tables.cell_row[layer] >= 0
+    numbers = xp.lexsort([xp.arange(columns), held])
+    count = xp.where(comes, xp.cumsum(comes) - 1, 0)
+    cell = xp.where(comes, numbers[xp.minimum(count, columns - 1)], place)
+    fits = candidate.ravel()[given] & absent[coming] & (wanted[coming] > worth.ravel()[given])
+    fits &= ~comes | ((count < columns) & ~held[cell])
+    return PooledEntries(fits, coming, cell, comes, giver, place, tables.owner.ravel()[given])
 
 
 def entries_of(tables: Residency, layer: int, wanted: np.ndarray) -> Sequence[Entry]:
