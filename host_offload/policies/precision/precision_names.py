@@ -11,6 +11,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.hobbit import Hobbit
 from host_offload.policies.precision.maps import (
     LO,
     check_map,
@@ -154,9 +155,9 @@ def one_format(versions: Sequence[str]) -> str:
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:
     """Parses NAME[,KEY=VALUE…] or NAME=PATH[,…].
 
-    dynaexq, map and random mix two versions, hi and lo (default: dense and int4). A map, or the
-    scores of dynaexq, is a .npy file or the directory of a trace; with a trace, the experts that it
-    selected most are high.
+    dynaexq, hobbit, map and random mix two versions, hi and lo (default: dense and int4). A map, or
+    the scores of dynaexq, is a .npy file or the directory of a trace; with a trace, the experts
+    that it selected most are high.
 
     - `text`: the option; None: "checkpoint".
     - `seed`: of random, where the text has none.
@@ -200,6 +201,8 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
                 "precision 'map' takes no hi_share: the map names the experts in high precision"
             )
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
+    if name == "hobbit":
+        return dataclasses.replace(plan, policy=Hobbit(**keys), paged=True)
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
     if (path := keys.get("scores")) is not None:
@@ -230,6 +233,10 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
     **{version: {"quantizer": str} for version in LOSSY},
     "random": {**MIXED_SETTINGS, "seed": whole()},
     "map": MIXED_SETTINGS,
+    "hobbit": {
+        **{name: MIXED_SETTINGS[name] for name in ("hi", "lo", "hi_share", "quantizer")},
+        "threshold": number,
+    },
     "dynaexq": {
         **MIXED_SETTINGS,
         "interval": str,

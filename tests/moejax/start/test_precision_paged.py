@@ -11,6 +11,7 @@ import pytest
 
 from host_offload.control.paging import version_cells
 from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.hobbit import Hobbit
 from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import TraceError, read_trace
@@ -107,6 +108,23 @@ def test_a_replay_of_other_cells_or_fills_is_found_out(run_of):
         other = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=spec))
         with pytest.raises(TraceError, match="the trace has"):
             replay(other, policies=[HOT])
+
+
+@pytest.mark.nightly
+def test_misses_that_weigh_little_come_in_fewer_bits(tmp_path):
+    """HOBBIT: with threshold 1 every miss is dense, with 0 but the first of each row is int4."""
+    fills, nbytes = {}, {}
+    for threshold in (0.0, 1.0):
+        precision = precision_of(f"hobbit,threshold={threshold}")
+        found = played(tmp_path / str(threshold), precision, driver="host")
+        again = replay(read_trace(tmp_path / str(threshold)), policies=[Hobbit(threshold)])
+        assert again.bytes is not None
+        nbytes[threshold] = sum(found.bytes.values())
+        assert nbytes[threshold] == again.bytes.sum()
+        fills[threshold] = sum(found.paging[name] for name in ("fills", "read_through"))
+    dense, low = (record.nbytes for record in layout().records)
+    assert nbytes[1.0] == fills[1.0] * dense
+    assert fills[0.0] * low < nbytes[0.0] < fills[0.0] * (dense + low) / 2
 
 
 @pytest.mark.parametrize(

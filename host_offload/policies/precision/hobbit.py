@@ -1,0 +1,48 @@
+"""HOBBIT: a miss that weighs little comes in fewer bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.policies.precision.maps import HI, LO
+
+
+@dataclasses.dataclass(frozen=True)
+class Hobbit:
+    """Misses in the high version for experts that matter, else in the low one (HOBBIT, Tang et al.,
+    arXiv:2411.01433, "token-level dynamic expert loading"). THIS CHANGES OUTPUTS.
+
+    An expert matters if, in some row, those of more weight have at most `threshold` of the row's
+    weight together. Resident experts are used as they are. HOBBIT's prefetch and its cache policy
+    are not here, and it skips the least experts, which this does not. Needs driver="host".
+    """
+
+    threshold: float = 0.6
+    """T1 of the paper."""
+
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
+    needs: frozenset[str] = frozenset({"ids", "weights"})
+    writes: frozenset[str] = frozenset({"fill_version"})
+
+    def __post_init__(self):
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be a share from 0 to 1, not {self.threshold}")
+
+    def init(self, spec: Spec) -> np.ndarray:
+        """int8[L, E]: the version that a miss fills."""
+        return np.full((spec.layers, spec.experts), HI, np.int8)
+
+    def decide(self, state: np.ndarray, seen: Observation) -> tuple[np.ndarray, Decision]:
+        ids, weights = seen.ids[:, 0], np.asarray(seen.weights[:, 0], np.float32)
+        order = np.argsort(-weights, axis=1, kind="stable")
+        ids = np.take_along_axis(ids, order, axis=1)
+        shares = np.take_along_axis(weights, order, axis=1)
+        shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1e-9)
+        before = np.cumsum(shares, axis=1) - shares
+        state = state.copy()
+        state[seen.layer] = LO
+        state[seen.layer, ids[before <= self.threshold + 1e-6]] = HI
+        return state, Decision(fill_version=state)
