@@ -226,10 +226,11 @@ class PagerDevice(Pager):
         size = min(ENTRIES, len(wanted))
         found = pool_entries(self.tables, layer, now, wanted, size, np)
         entries = []
-        for fits, expert, cell, comes, *giver in zip(*(a.tolist() for a in found), strict=True):
+        for each in zip(*(a.tolist() for a in found), strict=True):
+            fits, expert, cell, comes, giver, place, owner = each
             if fits:
                 if comes:
-                    self.hand_over([HandOver(*giver, layer, cell)])
+                    self.hand_over([HandOver(giver, place, owner, layer, cell)])
                 entries.append(Entry(layer, expert, 0, cell))
         return entries
 

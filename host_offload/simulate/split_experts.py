@@ -10,6 +10,7 @@ memory and the split of each layer, by fixed-point iteration.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable
@@ -19,9 +20,13 @@ import numpy as np
 
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
+from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.queue.transfer import DEMAND, Transfer
 from host_offload.simulate.timeline import Link, Timeline
-from host_offload.sizing.miss_curves import MissCurves
+from host_offload.sizing.miss_curves import MissCurves, trace_curves
+from host_offload.traces.reader import Trace
+
+NAME = "moepic"
 
 TOPS = tuple(n / 8 for n in range(2, 9))
 """Shares of an expert that a top may have; 1: experts are not split."""
@@ -41,6 +46,46 @@ class SplitConfig(NamedTuple):
     def tops(self, experts: int) -> np.ndarray:
         """int64[L]: tops that a layer's memory holds."""
         return np.minimum((self.cells / self.top + 1e-9).astype(np.int64), experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfExperts:
+    """MoEpic as a grid names it."""
+
+    curves: MissCurves
+    """Of the trace that it learned from."""
+    top: float = 0.0
+    """The share of an expert that tops have; 1: experts are whole; 0: `configure` chooses."""
+    ahead: bool = True
+    """Whether the next layer's experts are fetched, those that its router chooses on this layer's
+    input."""
+
+    def config(self, cells: np.ndarray, load_s: float, hidden_s: float) -> SplitConfig:
+        """The memory and the split for so many whole experts, int64[L]; see stall_s."""
+        if self.top:
+            return SplitConfig(cells, np.full(len(cells), self.top))
+        return configure(self.curves, int(cells.sum()), load_s=load_s, hidden_s=hidden_s)
+
+
+def fit(trace: Trace, *, top: float = 0.0, ahead: bool = True) -> HalfExperts:
+    """HalfExperts with the miss curves of a trace's decode steps. Raises ValueError for a top that
+    is no share, and like trace_curves."""
+    if not 0 <= top <= 1:
+        raise ValueError(f"top is a share of an expert from 0 to 1, not {top}")
+    return HalfExperts(trace_curves(trace, kind="decode"), top, ahead)
+
+
+def foresee(gate_input: np.ndarray, router: np.ndarray, top_k: int) -> np.ndarray:
+    """bool[L, E]: the experts that each layer's router chooses on the input of the layer before.
+
+    - `gate_input`: [N, L, D].
+    - `router`: float32[L, D, E].
+    """
+    found = np.zeros((len(router), router.shape[2]), bool)
+    for layer in range(1, len(router)):
+        said = gate_scores(gate_input[:, layer - 1], router[layer])
+        found[layer, np.argsort(-said, axis=1, kind="stable")[:, :top_k]] = True
+    return found
 
 
 class SplitRun(NamedTuple):

@@ -27,7 +27,7 @@ from moejax.commands.model import (
 from moejax.errors import UserError, shown
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.fields import Description, of_fields
-from moejax.start.options import refuse_cache_aware, refuse_deferral
+from moejax.start.options import refuse_unequal
 from pallas_kernels.option_text import unknown
 
 if TYPE_CHECKING:
@@ -382,8 +382,7 @@ def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dic
             "resumed to the same ones; use swap, with more --swap-space if it is too small"
         )
     why = "a job could not be resumed to the same results"
-    refuse_cache_aware(args.cache_aware_routing, why)
-    refuse_deferral(options.get("placement"), why)
+    refuse_unequal(args.cache_aware_routing, options.get("placement"), why)
     choice = options.get("generation_config", "auto")
     usual = {"max_tokens": MAX_TOKENS, **sampling_defaults(model_directory(args.model), choice)}
     params = SamplingParams(**{**usual, **given})

@@ -246,8 +246,8 @@ class PolicyOptions:
     )
     precision: str | Precision | None = changes_bits(
         "the version of the experts: checkpoint (dense, or as it was quantized), dense, lossless12 "
-        "(same bits), int8, int4, int2 (other bits), or a mixture of two: dynaexq, map=FILE or "
-        "TRACE, random (docs/how-to/precision.md; default: checkpoint)",
+        "(same bits), int8, int4, int2 (other bits), or a mixture of two: dynaexq, hobbit, "
+        "map=FILE or TRACE, random (docs/how-to/precision.md; default: checkpoint)",
         settings="quantizer: rtn or mse, which makes versions that the checkpoint lacks (default: "
         "rtn); hi: in a mixture, the version of hot experts (default: dense); lo: the version of "
         "the others (default: int4); hi_share: share of hot experts (default: as many as fit); "
@@ -442,27 +442,18 @@ def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 
-def refuse_deferral(placement: str | None, why: str) -> None:
-    """Does as refuse_cache_aware for a placement that adds experts a layer late."""
-    from host_offload.policies.placement.placement_names import deferred
-
-    with user_errors(ValueError):
-        deferring = deferred(placement) > 0
-    if deferring:
-        raise UserError(
-            f"placement defer=N makes outputs depend on which experts are resident, and {why}; "
-            "leave defer out"
-        )
-
-
-def refuse_cache_aware(delta: float | str | None, why: str) -> None:
-    """Raises UserError for cache-aware routing if outputs must not depend on which experts are
-    resident.
+def refuse_unequal(cache_aware: float | str | None, placement: str | None, why: str) -> None:
+    """Raises UserError for options by which outputs depend on which experts are resident:
+    cache-aware routing, and a placement that adds experts a layer late.
 
     - `why`: what follows "and" in the message.
     """
-    if delta is not None:
-        raise UserError(
-            "cache_aware_routing makes outputs depend on which experts are resident, and "
-            f"{why}; leave it out"
-        )
+    from host_offload.policies.placement.placement_names import deferred
+
+    makes = f"makes outputs depend on which experts are resident, and {why}; leave"
+    if cache_aware is not None:
+        raise UserError(f"cache_aware_routing {makes} it out")
+    with user_errors(ValueError):
+        deferring = deferred(placement) > 0
+    if deferring:
+        raise UserError(f"placement defer=N {makes} defer out")

@@ -20,7 +20,8 @@ _APART = ("model", "dtype", "seed")
 """Options that a job names itself."""
 _FILES = ("tokenizer", "name_map")
 """Options that are files, or names of files that moejax has. Their content counts."""
-_BUDDIES = "buddies="
+_TRACES = {"cache_aware_routing": "buddies=", "placement": "recorded="}
+"""Options that name a trace, with what stands before it."""
 
 
 def decided_by(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, str]:
@@ -55,12 +56,12 @@ def files_of(options: Mapping[str, Any]) -> dict[str, str]:
     for files that cannot be read."""
     named = {name: options[name] for name in _FILES if options.get(name) is not None}
     found = {n: file_fingerprint(path) for n, path in named.items() if os.path.exists(path)}
-    favour = options.get("cache_aware_routing")
-    if isinstance(favour, str) and favour.startswith(_BUDDIES):
-        path, *settings = favour.removeprefix(_BUDDIES).split(",")
-        if os.path.exists(path := path.strip()):
-            learned = _BUDDIES + file_fingerprint(path)
-            found["cache_aware_routing"] = ",".join([learned, *settings])
+    for name, prefix in _TRACES.items():
+        given = options.get(name)
+        if isinstance(given, str) and given.startswith(prefix):
+            path, *settings = given.removeprefix(prefix).split(",")
+            if os.path.exists(path := path.strip()):
+                found[name] = ",".join([prefix + file_fingerprint(path), *settings])
     return found
 
 

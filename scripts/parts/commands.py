@@ -24,7 +24,8 @@ P = ParamSpec("P")
 COMMANDS = {
     "bench": (
         *("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
-        *("sampling", "attention", "auto", "planner", "decoders", "users", "split"),
+        *("sampling", "attention", "auto", "planner", "decoders", "users", "answers"),
+        "predictors",
     ),
     "check": (
         "batch",
@@ -36,6 +37,7 @@ COMMANDS = {
         "server",
         "flat",
         "predictions",
+        "mutants",
     ),
 }
 """Group → names."""

@@ -32,9 +32,10 @@ def document(domain: str, seed: int) -> str:
     return chat.render(turns)
 
 
-def held_out_tasks(domain: str, count: int) -> list[tuple[str, str]]:
-    """Questions with their right answers. domain: sums (those of chats) or one of exact.DOMAINS."""
-    randoms = [Random(f"{domain} {HELD_OUT + i}") for i in range(count)]
+def held_out_tasks(domain: str, count: int, first: int = 0) -> list[tuple[str, str]]:
+    """Questions with their right answers. domain: sums (those of chats) or one of exact.DOMAINS.
+    first: leaves out so many."""
+    randoms = [Random(f"{domain} {HELD_OUT + first + i}") for i in range(count)]
     if domain == "sums":
         return [chat.sum_question(random) for random in randoms]
     return [exact.task(random, domain) for random in randoms]

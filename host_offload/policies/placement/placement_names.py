@@ -59,7 +59,11 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
         if any(isinstance(each, Learned) for each in policies):
             raise ValueError("a recorded placement has its prefetches; leave out prefetch")
         return (*policies, repeat_run(read_trace(placement.removeprefix(PREFIX)), PlacementPolicy))
-    policy = placement_policy(placement)
+    return add_placement(placement_policy(placement), policies)
+
+
+def add_placement(policy: PlacementPolicy, policies: Sequence[Policy]) -> Sequence[Policy]:
+    """with_placement of a placement that was parsed."""
     if policy.buffers is not None:
         policies = (*policies, hot_beside_prefetches(policy.buffers))
     learned = [each for each in policies if isinstance(each, Learned)]

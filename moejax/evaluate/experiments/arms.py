@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,11 +24,15 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.budget.user_caps import UserCaps
 from host_offload.policies.eviction.belady import belady_of
 from host_offload.policies.eviction.eviction_names import POLICIES, with_eviction
+from host_offload.policies.placement.placement_names import add_placement, placement_policy
+from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.policies.prefetch import expertflow
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.forest import check_trainer
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
+from host_offload.simulate import split_experts
+from host_offload.simulate.split_experts import HalfExperts
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
@@ -52,9 +56,10 @@ CONTROLS: Mapping[str, Callable[..., Policy]] = {"oracle": oracle_of, "belady": 
 """Makers of the policy of NAME=run, by name, from the trace of the very run: the prefetch and the
 eviction that know it."""
 
-LEARNERS: Mapping[str, Callable[..., Policy]] = {
+LEARNERS: Mapping[str, Callable[..., Policy | HalfExperts]] = {
     **POLICIES.fits,
     **PREFETCH.fits,
+    split_experts.NAME: split_experts.fit,
 }
 """Makers of the policy of NAME=train, by name, from a trace of the texts' training part;
 ExpertFlow's takes the model's routers too."""
@@ -97,11 +102,11 @@ class Later:
 
     name: str
     settings: Mapping[str, Any]
-    fit: Callable[..., Policy]
+    fit: Callable[..., Policy | HalfExperts]
     arrays: frozenset[str] = frozenset()
     """Arrays that the trace must have beside the routing."""
 
-    def make(self, trace: Trace, router: np.ndarray | None) -> Policy:
+    def make(self, trace: Trace, router: np.ndarray | None) -> Policy | HalfExperts:
         """Returns the policy. Forests take minutes to fit, so they are kept beside the trace and
         read again.
 
@@ -123,7 +128,7 @@ class Arm:
     """A policy, or several together, that a grid compares with others."""
 
     name: str
-    given: tuple[Policy | Later, ...] = ()
+    given: tuple[Policy | HalfExperts | Later, ...] = ()
     """The policies of the name, in its order."""
     files: tuple[tuple[str, str], ...] = ()
     """Files that it was read from, with their SHA-256. Other content makes another experiment."""
@@ -133,7 +138,7 @@ class Arm:
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
         """Its policies, eviction first; without policies that have not learned yet."""
-        return with_eviction(None, [one for one in self.given if not isinstance(one, Later)])[1]
+        return _together(self.given)
 
     @property
     def learns(self) -> tuple[str, ...]:
@@ -170,6 +175,8 @@ class Arm:
     def check(self) -> Arm:
         """Raises UserError for policies that cannot run together, or not in a grid."""
         with user_errors(where=f"policy {self.name!r}: "):
+            if self.halved and len(self.given) > 1:
+                raise ValueError("halves of experts have an LRU cache of their own; name it alone")
             # With the driver that has all moments: which one runs it is another question.
             check_policies(self.policies, "host")
         for policy in () if self.shared else self.policies:
@@ -185,8 +192,24 @@ class Arm:
         if not self.knows_run:
             return self.policies
         assert trace is not None
-        given = [one.make(trace, None) if isinstance(one, Later) else one for one in self.given]
-        return with_eviction(None, given)[1]
+        return _together(
+            [one.make(trace, None) if isinstance(one, Later) else one for one in self.given]
+        )
+
+    @property
+    def halves(self) -> HalfExperts | None:
+        """MoEpic, which is simulated alone; None: experts are whole."""
+        return next((one for one in self.given if isinstance(one, HalfExperts)), None)
+
+    @property
+    def halved(self) -> bool:
+        """Whether it is, or will be, `halves`."""
+        return self.halves is not None or split_experts.NAME in self.learns
+
+    @property
+    def placement(self) -> PlacementPolicy | None:
+        """What gives experts to a second processor; None without one."""
+        return next((one for one in self.given if isinstance(one, PlacementPolicy)), None)
 
     @property
     def moves_cells(self) -> bool:
@@ -196,7 +219,8 @@ class Arm:
     @property
     def pooled(self) -> bool:
         """Whether cells move from layer to layer under it."""
-        return any(map(wants_pool, self.policies))
+        search = search_of(self.policies)
+        return any(map(wants_pool, self.policies)) or (search is not None and search.pooled)
 
     def learned_bytes(self, spec: Spec) -> int:
         """Returns the bytes of what it learned or may learn, which experts do not get."""
@@ -220,14 +244,25 @@ class Arm:
     @property
     def simulated_arrays(self) -> frozenset[str]:
         """Arrays that a trace must have to simulate it, also for its steps' search of maps."""
-        return self.arrays | (_MAPS if search_of(self.policies) is not None else frozenset())
+        asked = self.arrays | (_MAPS if search_of(self.policies) is not None else frozenset())
+        return asked | (_GATES if self.halved else frozenset())
+
+
+def _together(given: Sequence[Policy | HalfExperts | Later]) -> tuple[Policy, ...]:
+    """Returns the policies, eviction first. A placement predicts by networks among them."""
+    policies: Sequence[Policy]
+    policies = known = [one for one in given if not isinstance(one, HalfExperts | Later)]
+    for placed in known:
+        if isinstance(placed, PlacementPolicy):
+            policies = add_placement(placed, [one for one in policies if one is not placed])
+    return with_eviction(None, [*policies])[1]
 
 
 def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
-    """Returns the arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or
-    FILE.py:CLASS, each with optional settings, `mixtral-offloading,count=1`; several with + between
-    them. LRU evicts if none of them does. NAME=train learns from the texts' training part;
-    oracle=run and belady=run are controls that know the run.
+    """Returns the arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH),
+    placement=NAME or FILE.py:CLASS, each with optional settings, `mixtral-offloading,count=1`;
+    several with + between them. LRU evicts if none of them does. NAME=train learns from the texts'
+    training part; oracle=run and belady=run are controls that know the run.
 
     - `home`: where relative files are.
     - `shared`: whether experts and KV share a memory, whose line policies may move (MOVERS too).
@@ -243,13 +278,16 @@ def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
 
 def _read_policy(
     text: str, where: str, home: Path, shared: bool
-) -> tuple[Policy | Later, dict[str, str]]:
+) -> tuple[Policy | HalfExperts | Later, dict[str, str]]:
     """Returns (the policy, its files with their SHA-256)."""
     name, _, pairs = text.partition(",")
     base, _, path = name.partition("=")
     place, colon, class_name = base.rpartition(":")
     module, arrays = None, _LEARNED_FROM.get(base, frozenset())
     learns = path == TRAIN and (base in LEARNERS or bool(colon))
+    if base == "placement":
+        with user_errors(where=where):
+            return placement_policy(",".join(filter(None, (path, pairs)))), {}
     if place.endswith(".py") and (learns or not path):
         module = load_module((home / place).resolve(), where)
         made: Callable[..., Any] = find_class(module, class_name, where)
@@ -295,6 +333,6 @@ def _find_policy(name: str, known: Mapping[str, Any]) -> Any:
     runs = ", ".join(f"{n}={RUN}" for n in CONTROLS)
     raise UserError(
         f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, "
-        f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {runs}, or FILE.py:CLASS of "
-        "your own (docs/extending/write_a_policy.md); several together as A + B"
+        f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {runs}, placement=NAME, or "
+        "FILE.py:CLASS of your own (docs/extending/write_a_policy.md); several together as A + B"
     )

@@ -73,7 +73,8 @@ Place = tuple[str, int, int, int]
 def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel]:
     """Loads the model in a precision; leaving the context frees it."""
     budget = experiment.budgets[0] if experiment.is_mixed(precision) else None
-    group = Group("device", precision, NO_LINK, max(experiment.batch), frozenset(), budget)
+    driver = experiment.mixed_driver(precision)
+    group = Group(driver, precision, NO_LINK, max(experiment.batch), frozenset(), budget=budget)
     options = experiment.engine_options(group)
     model = options.model
     directory = model_directory(model.model)
@@ -182,7 +183,8 @@ class EngineBench:
         if cell.mode == "quality":
             return {"texts": [self._score(text) for text in self.experiment.sources]}
         if cell.mode == "simulated" and self.experiment.is_mixed(cell.precision):
-            return count_mixed(self.experiment.mixed_plan(cell), self._traces[_place(cell)])
+            plan = self.experiment.mixed_plan(cell)
+            return count_mixed(plan, self._traces[_place(cell)], cell.driver)
         if cell.mode not in ("measured", PRICED):
             return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self.costs)
         compiled = len(runner.executables())

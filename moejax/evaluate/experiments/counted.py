@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Spec
+from host_offload.control.interface import Spec, routed_counts
 from host_offload.control.paging import PagedSpec
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
-from host_offload.simulate.prediction import predict
+from host_offload.simulate.prediction import predict, step_work
 from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.simulate.split_experts import HalfExperts, foresee, play_split
 from host_offload.simulate.timeline import Link
-from host_offload.sizing.cost_model import CostModel
+from host_offload.sizing.cost_model import CostModel, run_costs
 from host_offload.traces.reader import Trace
 from moejax.evaluate.experiments.arms import Arm
 from moejax.evaluate.experiments.definition import NO_LINK, Cell
@@ -48,6 +49,8 @@ def count_cell(
         timed: dict[str, Any] = {"wall_s": time.perf_counter() - began}
         return {**granted, **_counts(found, spec), **others, **timed}
     assert costs is not None
+    if arm.halves is not None:
+        return {**granted, **_count_halves(spec, np.array(cells), cell, arm.halves, trace, costs)}
     link = None if cell.link_rate == NO_LINK else Link(parse_rate(cell.link_rate))
     told = predict(trace, costs, link=link, **asked)
     seconds = {kind: told.seconds[told.of_kind(kind)] for kind in KINDS}
@@ -63,6 +66,55 @@ def count_cell(
         "tokens_per_s": told.tokens_per_s,
         "stall_share": told.stall_share,
         "stall_bound_share": told.stall_bound_share,
+    }
+
+
+def _count_halves(
+    spec: Spec,
+    cells: np.ndarray,
+    cell: Cell,
+    half: HalfExperts,
+    trace: Trace,
+    costs: CostModel,
+) -> dict[str, Any]:
+    """Returns the columns of MoEpic's decode steps, from a cold start; a hit is of a top.
+
+    - `cells`: int64[L], whole experts of each layer.
+    """
+    assert spec.router is not None, "Terms.spec_for gives it"
+    of_run, needed, ahead = run_costs(costs, spec.version_bytes), [], []
+    fixed_s = products_s = 0.0
+    for step in trace.step_traces():
+        if step.kind != "decode":
+            continue
+        assert step.gate_input is not None, "the arm's trace has it"
+        (work, rows), routed = step_work(step, costs.chunk), routed_counts(step.ids, spec.experts)
+        version = np.zeros(routed.shape, np.int64)
+        fixed_s += of_run.fixed_cost(work, rows, version).seconds(work)
+        products_s += float(of_run.products(routed, version, rows).sum())
+        needed.append(routed > 0)
+        ahead.append(foresee(step.gate_input, spec.router, spec.top_k))
+    steps, uses = len(needed), int(np.sum(needed))
+    layer_s, expert_s = fixed_s / steps / spec.layers, products_s / uses
+    rate = 1 / costs.link_per_byte if cell.link_rate == NO_LINK else parse_rate(cell.link_rate)
+    record = int(_link_bytes(spec).max())
+    hidden = layer_s + products_s / steps / spec.layers
+    config = half.config(cells, record / rate, hidden)
+    link = Link(rate, beside=costs.beside_per_byte)
+    given = {"record_bytes": record, "link": link, "layer_s": layer_s, "expert_s": expert_s}
+    found = play_split(needed, config, predicted=ahead if half.ahead else None, **given)
+    seconds, compute = float(found.seconds.sum()), fixed_s + products_s
+    counts = steps, found.hits, uses - found.hits, 0, 0, found.bytes
+    return {
+        **count_columns("prefill", [0] * len(counts)),
+        **count_columns("decode", counts),
+        **transfer_columns({}),
+        "decode_s": seconds,
+        "tpot_p50_s": seconds / steps,
+        "tpot_p99_s": float(np.percentile(found.seconds, 99)),
+        "tokens_per_s": cell.batch * steps / seconds,
+        "stall_share": 1 - compute / seconds,
+        "top_share": float(config.top.mean()),
     }
 
 
@@ -83,7 +135,7 @@ def mixed_columns(plan: StartPlan) -> dict[str, Any]:
     return grant_columns(cells, experts, slots * plan.steps.layout.slot_bytes)
 
 
-def count_mixed(plan: StartPlan, trace: Trace) -> dict[str, Any]:
+def count_mixed(plan: StartPlan, trace: Trace, driver: str) -> dict[str, Any]:
     """Returns the columns of a simulated cell with two versions.
 
     - `plan`: of a start with both.
@@ -91,7 +143,7 @@ def count_mixed(plan: StartPlan, trace: Trace) -> dict[str, Any]:
     """
     began = time.perf_counter()
     cells = plan.mixed if isinstance(plan.mixed, PagedSpec) else None
-    asked: dict[str, Any] = {"spec": plan.spec, "driver": "device", "cells": cells}
+    asked: dict[str, Any] = {"spec": plan.spec, "driver": driver, "cells": cells}
     found = simulate(trace, policies=plan.settings.policies, **asked)
     control: Mapping[str, Any] = found.control or {}
     versions = control.get("precision") or {}

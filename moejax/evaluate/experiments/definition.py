@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from host_offload.control.interface import Policy
+from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.memory.budget import BudgetError
 from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.costs.hardware import is_stated
@@ -29,7 +31,7 @@ from moejax.models.json_values import is_integer, is_number, parse_yaml, read_ya
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import read_transfers
-from moejax.start.options import Config, refuse_cache_aware
+from moejax.start.options import Config, refuse_unequal
 from moejax.start.provenance import files_of, weights_of
 from moejax.start.report.dry_run import dry_run
 from pallas_kernels.option_text import unknown
@@ -133,8 +135,9 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _options(value: Any) -> dict[str, Any]:
     found = _mapping(value)
-    refuse_cache_aware(
+    refuse_unequal(
         found.get("cache_aware_routing"),
+        None,
         "a grid's cells compare what equal outputs cost; `moejax eval` measures quality",
     )
     for name in found:
@@ -233,6 +236,9 @@ class Group:
     batch: int
     arrays: frozenset[str]
     """Arrays that its steps output for policies; such steps are compiled apart, and slower."""
+    defer: int | None = None
+    """Experts of a token that a second processor may add a layer late; None: there is no second
+    processor."""
     budget: str | None = None
     """The budget of experts in two versions, for which each start lays out cells; None: any."""
     run: Run | None = None
@@ -308,6 +314,11 @@ class Experiment(Definition):
         one budget, and the precision decides what lies in them."""
         return self.mixes[precision].precision.mixed
 
+    def mixed_driver(self, precision: str) -> str:
+        """Returns the driver of experts in two versions."""
+        policies = self.mixes[precision].precision.policies
+        return DRIVERS[any(policy.moments & BETWEEN_LAYERS for policy in policies)]
+
     def cells(self) -> Iterator[Cell]:
         """Yields all places of the grid: those of one engine together, and within them those of one
         text, so that policies alternate within each repeat. With two versions of experts there is
@@ -323,8 +334,8 @@ class Experiment(Definition):
         outer = *outer, self.prompt_tokens, places
         for place in itertools.product(*outer, self.seeds, self.budgets, self.policies):
             cell = Cell(*place)
-            if self.is_mixed(cell.precision):
-                if (cell.policy, cell.driver) == (self.baseline, DRIVERS[0]):
+            if self.is_mixed(precision := cell.precision):
+                if (cell.policy, cell.driver) == (self.baseline, self.mixed_driver(precision)):
                     yield cell
             elif cell.driver in self.drivers(self.arms[cell.policy]):
                 yield cell
@@ -360,9 +371,10 @@ class Experiment(Definition):
         return found
 
     def _group_of(self, cell: Cell) -> Group:
-        arm = self.arms[cell.policy]
-        arrays = arm.arrays if cell.mode == "measured" else arm.simulated_arrays
-        return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays)
+        arm, measured = self.arms[cell.policy], cell.mode == "measured"
+        arrays = arm.arrays if measured else arm.simulated_arrays
+        defer = arm.placement.defer if measured and arm.placement is not None else None
+        return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays, defer)
 
     def engine_options(self, group: Group) -> Config:
         """Returns the options of the group's engine: for prompts of all lengths, with an arena for
@@ -373,7 +385,7 @@ class Experiment(Definition):
             moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
             return self._options(group, 0).replace_options(**moves)
         plain = "dense" if group.budget else group.precision
-        plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain), 0))
+        plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain, defer=None), 0))
         terms = Terms.of_plan(plan)
         if group.budget:
             return self._options(group, terms.budget_bytes(group.budget))
@@ -384,7 +396,8 @@ class Experiment(Definition):
     def mixed_plan(self, cell: Cell) -> StartPlan:
         """Returns the plan of a start of a cell with two versions of experts."""
         arrays: frozenset[str] = frozenset()
-        group = Group("device", cell.precision, cell.link_rate, cell.batch, arrays, cell.budget)
+        of_cell = cell.precision, cell.link_rate, cell.batch, arrays
+        group = Group(cell.driver, *of_cell, budget=cell.budget)
         return dry_run(self.engine_options(group))[0]
 
     def _options(self, group: Group, expert_bytes: int) -> Config:
@@ -401,10 +414,19 @@ class Experiment(Definition):
             max_model_len=-(-longest // 64) * 64,
             eviction="lru",
             expert_budget=expert_bytes,
+            policies=self._placements(group),
             enable_prefix_caching=False,
             progress=False,
             **{**self.options, "transfers": transfers},
         )
+
+    def _placements(self, group: Group) -> tuple[Policy, ...]:
+        """Returns a placement of the group, by which the engine gets its second processor; one that
+        needs costs, if there is one, so that they are measured."""
+        every = (arm.placement for arm in self.arms.values())
+        ours = [one for one in every if one is not None and one.defer == group.defer]
+        ours.sort(key=lambda one: "costs" not in one.needs)  # stable
+        return tuple(dataclasses.replace(one, predict="") for one in ours[:1])
 
 
 _ORDER = ("quality", "bound", *MODES, PRICED)
@@ -513,8 +535,11 @@ def check_experiment(asked: Experiment) -> None:
             raise UserError(message)
     if not asked.drawn:
         # One plan for each engine but for what policies ask of its steps.
-        plain = {"driver": "device", "run": None, "arrays": frozenset()}
-        groups = {dataclasses.replace(group, **plain) for group in asked.runs()}
+        plain = {"run": None, "arrays": frozenset(), "defer": None}
+        groups = {
+            dataclasses.replace(group, **plain, driver=group.driver if group.budget else DRIVERS[0])
+            for group in asked.runs()
+        }
         for group in sorted(groups, key=str):
             if group.batch == max(asked.batch):
                 with user_errors(BudgetError):
@@ -610,6 +635,16 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
         yield (
             asked.driver == "device" and arm.needs_host,
             f"{where} looks between layers, which driver: device lacks; write driver: auto or host",
+        )
+        yield (
+            arm.halved and {*asked.modes} != {"predicted"},
+            f"{where} has halves of experts, which are simulated with times alone; write modes: "
+            "[predicted]",
+        )
+        yield (
+            arm.placement is not None and arm.placement.defer and {*asked.modes} != {"measured"},
+            f"{where} changes outputs, and with them the routing, so it is measured only; write "
+            "modes: [measured], or leave defer out",
         )
         yield (
             arm.in_step and (asked.driver == "host" or arm.needs_host),

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,16 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"a policy draws random numbers, and there are {len(asked['seeds'])} of 10 seeds"
     alike: dict[tuple[Any, ...], set[str]] = {}
     whole = [row for row in records.of_mode("priced") if not row["unserved"]]
-    for row in (*(row for row in rows if "hi" not in row), *whole):
+    deferring = sorted(p for p in asked["policies"] if re.search(r"\bdefer=[1-9]", p))
+    for row in (*(r for r in rows if "hi" not in r and r["policy"] not in deferring), *whole):
         # Precisions that lose bits write other tokens, those of two versions with each budget;
         # batches have other prompts.
         place = tuple(row[k] for k in ("precision", "batch", "prompt_tokens", "text", "seed"))
         alike.setdefault(place, set()).add(row["tokens"])
     if any(len(tokens) > 1 for tokens in alike.values()):
         yield "policies or budgets changed tokens, which must not be: report a bug"
+    for policy in deferring:
+        yield f"{policy} CHANGES OUTPUTS: experts of a token are added a layer late"
     both, equal = records.agreement()
     if both:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"

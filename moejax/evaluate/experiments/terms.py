@@ -115,7 +115,7 @@ class Terms:
         """Returns the Spec for the policies of a run: an arena of this budget and the KV, not the
         grid's largest budget. If the policies may move the line between both, the arena is all of
         the memory."""
-        needs_router = any("router" in policy.needs for policy in arm.policies)
+        needs_router = arm.halved or any("router" in policy.needs for policy in arm.policies)
         held = self.slots(budget, arm) * self.slot_bytes + self.kv_bytes
         return dataclasses.replace(
             self.spec,

@@ -24,7 +24,7 @@ from moejax.device import select_device
 from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import LOCAL, explain_end, nodes, own_cpus, require_ray
 from moejax.serve.llm import LLM
-from moejax.start.options import Config, refuse_cache_aware, refuse_deferral
+from moejax.start.options import Config, refuse_unequal
 from moejax.start.provenance import weights_of
 
 log = logging.getLogger("moejax")
@@ -203,8 +203,7 @@ def worker_options(
     options that can never work."""
     policy = Config.of(model, **options).policy
     why = "workers that share a job out must give the results of one"
-    refuse_cache_aware(policy.cache_aware_routing, why)
-    refuse_deferral(policy.placement, why)
+    refuse_unequal(policy.cache_aware_routing, policy.placement, why)
     alive, given = nodes(), dict(options)
     on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"
     useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 
 import numpy as np
+import pytest
 
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.decide import start_plan
@@ -37,16 +38,22 @@ def test_options_that_are_files_count_by_content(tmp_path, demo_dir):
     assert decided_by(demo_dir, {"name_map": tmp_path / "b"}) != before
 
 
-def test_buddies_count_by_what_their_trace_says(tmp_path, demo_dir):
+@pytest.mark.parametrize(
+    ("option", "prefix", "settings"),
+    [("cache_aware_routing", "buddies=", ",spread=10%"), ("placement", "recorded=", "")],
+)
+def test_traces_that_options_name_count_by_what_they_say(
+    tmp_path, demo_dir, option, prefix, settings
+):
     def decided(name: str) -> str:
-        option = f"buddies={tmp_path / name},spread=10%"
-        return decided_by(demo_dir, {"cache_aware_routing": option})["cache_aware_routing"]
+        given = {option: f"{prefix}{tmp_path / name}{settings}"}
+        return decided_by(demo_dir, given)[option]
 
     ids = [np.array([[[0, 1]], [[1, 2]]])]
     write_trace(tmp_path / "a", ids, 4)
     before = decided("a")
     (tmp_path / "a").rename(tmp_path / "b")
-    assert decided("b") == before and before.endswith(",spread=10%")
+    assert decided("b") == before and before.endswith(settings)
     write_trace(tmp_path / "a", [ids[0] + 1], 4)
     assert decided("a") != before
     assert str(tmp_path / "gone") in decided("gone")  # the workers of a cluster may have it

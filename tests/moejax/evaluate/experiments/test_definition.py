@@ -1,5 +1,6 @@
 """What a definition may say, and that each mistake in it is refused with what to write."""
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -7,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from host_offload.policies.prefetch.fitted import Fitted
+from host_offload.policies.prefetch.llapor import Learned
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Group, read_experiment
@@ -124,6 +127,35 @@ def test_a_policy_between_layers_brings_the_host_driver_for_the_baseline_too():
     }
 
 
+COSTS = "per_token=20us,startup=50us,load=200us,accelerator=20us,attention=100us"
+
+
+def test_placements_share_the_engines_that_have_a_second_processor():
+    ours = [f"placement={name},{COSTS}" for name in ("dali", "fiddler", "ktransformers,defer=2")]
+    found = read_experiment(SMALL | {"policies": ["lru", *ours]})
+    assert found.arms[ours[0]].placement.scheduler == "dali"
+    engines = {
+        (group.driver, group.defer): found.engine_options(group).policy.policies
+        for group in found.runs()
+    }
+    assert {place: len(policies) for place, policies in engines.items()} == {
+        ("device", None): 0,
+        ("host", None): 0,
+        ("host", 0): 1,
+        ("host", 2): 1,
+    }
+    assert engines["host", 2][0].defer == 2
+
+
+def test_a_placement_of_a_grid_predicts_by_networks_beside_it(tmp_path):
+    text = f"learned=train,epochs=1 + placement=prescope,{COSTS}"
+    arm = read_experiment(SMALL | {"policies": ["lru", text]}).arms[text]
+    assert arm.learns == ("learned",) and not arm.placement.looks_ahead
+    network = Learned(Fitted("learned", "", (4, 16, 4, 8), "{}", b""))
+    _, placed = dataclasses.replace(arm, given=(network, arm.given[1])).policies
+    assert placed.learned is network and placed.looks_ahead
+
+
 def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"expertflow=train.*pip install 'moejax\[train\]'"):
@@ -146,6 +178,13 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"policies": ["broken.py:Mine"]}, "broken.py cannot be read (ModuleNotFoundError"),
         ({"policies": ["lfu,nope=1"]}, "lfu has no setting 'nope=1'"),
         ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
+        ({"policies": ["moepic=train"]}, "has halves of experts, which are simulated with times"),
+        ({"policies": ["moepic=train + lfu"]}, "have an LRU cache of their own; name it alone"),
+        ({"policies": ["placement=dalii"]}, "unknown placement 'dalii', did you mean 'dali'?"),
+        (
+            {"policies": ["placement=ktransformers,defer=1"], "modes": ["measured", "simulated"]},
+            "changes outputs, and with them the routing, so it is measured only",
+        ),
         ({"policies": ["lru", "expert_map_in_step"], "driver": "host"}, "write driver: auto, with"),
         (
             {"routing": ["zipf"], "modes": ["simulated"], "policies": ["expert_map_in_step"]},

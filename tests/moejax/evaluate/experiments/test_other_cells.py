@@ -79,6 +79,52 @@ def test_policies_between_layers_count_what_the_simulator_counts(tmp_path):
     assert all(line["ratio_apart"] for line in lines)
 
 
+def test_half_experts_are_an_arm(tmp_path):
+    """Whole experts in MoEpic's cache miss what LRU misses; tops of half are hit more often."""
+    write_cost_model(tmp_path / "costs.json", COSTS)
+    tops = ["moepic=train,top=1.0,ahead=false", "moepic=train,top=0.5,ahead=false", "moepic=train"]
+    given = SMALL | {"policies": ["lru", *tops], "budgets": ["37.5%"], "output_tokens": 12}
+    given |= {"modes": ["predicted"], "costs": str(tmp_path / "costs.json"), "prompt_tokens": 8}
+    given |= {"link_rate": ["20MB/s"], "train_prompts": 2}
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert not found.failures
+    rows = {row["policy"]: row for row in found.of_mode("predicted")}
+    whole, half, chosen = (rows[name] for name in tops)
+    assert (
+        whole["decode_hits"] + whole["decode_misses"] == half["decode_hits"] + half["decode_misses"]
+    )
+    assert half["decode_hits"] > whole["decode_hits"] > 0
+    assert whole["decode_bytes"] == whole["decode_misses"] * 98304 and whole["top_share"] == 1
+    assert 0.25 <= chosen["top_share"] <= 1 and chosen["decode_bytes"] > 0
+    assert all(row["tpot_p50_s"] > 1e-3 for row in rows.values())  # a step alone takes 1 ms
+    assert "moepic" in next(tables_of(found)).rows[1][0]
+
+
+def test_placements_are_arms(tmp_path):
+    """What the second processor computes changes no token, but for deferred experts, which the
+    report says; the simulator moves what the engine moves."""
+    costs = "per_token=20us,startup=50us,load=200us,accelerator=20us,attention=100us"
+    placed = {name: f"placement={name},{costs}" for name in ("dali", "ktransformers")}
+    ahead = f"placement=prescope,predict=gates,{costs}"
+    late = f"placement=ktransformers,defer=4,{costs}"
+    given = SMALL | {"budgets": ["37.5%"], "output_tokens": 12, "driver": "host"}
+    plain = {"policies": ["lru", *placed.values()], "modes": ["measured", "simulated"]}
+    found = moejax.ablate(given | plain, tmp_path / "out", progress=False)
+    assert not found.failures and found.agreement() == (3, 3)
+    rows = {row["policy"]: row for row in found.of_mode("measured")}
+    assert len({row["tokens"] for row in rows.values()}) == 1
+    misses = {name: rows[policy]["decode_misses"] for name, policy in placed.items()}
+    assert misses["ktransformers"] < misses["dali"] < rows["lru"]["decode_misses"]
+    # PreScope's costs follow the clock, so its counts are an engine's alone.
+    deferred = given | {"policies": ["lru", ahead, late], "repeats": 2}
+    other = moejax.ablate(deferred, tmp_path / "late", progress=False)
+    notes = [*other.notes()]
+    assert not other.failures and f"{late} CHANGES OUTPUTS" in " ".join(notes)
+    assert not any("must not be" in note for note in notes)
+    tokens = {row["policy"]: row["tokens"] for row in other.of_mode("measured")}
+    assert tokens[late] != tokens["lru"] == tokens[ahead] == rows["lru"]["tokens"]
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """Four prompts, two at a time, with policies that learn from three others."""
