@@ -89,8 +89,7 @@ class PredictedDrafts(Drafts):
     # ---- what the model computed
 
     def observe(self, step: Step) -> None:
-        if step.output.hidden is None:
-            return
+        assert step.output.hidden is not None
         config, weight = self._runner.config, self._runner.params["model_norm"]
         offset = int(config.unit_offset_norms)
         hidden = np.asarray(_normalise(step.output.hidden, weight, config.rms_norm_eps, offset))

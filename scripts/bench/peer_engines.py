@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 SEED = 20
+ANSWER = 32
+"""Tokens of each answer of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Task:
     """Of moejax."""
     dtype: str = "auto"
     """Of moejax."""
+
+    job: int = 0
+    """Prompts of a job; 0: there is none."""
+
+    def jobs(self) -> list[list[int]]:
+        """The job's prompts, of 32 to 96 tokens."""
+        lengths = np.random.default_rng((SEED, 2)).integers(32, 97, size=self.job)
+        return [self._drawn(3 + i, (int(n),)).tolist() for i, n in enumerate(lengths)]
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
@@ -78,6 +88,10 @@ class Engine(Protocol):
         """Computes a prompt of its own up to the logits of its last token, and forgets it."""
         ...
 
+    def job(self, prompts: list[list[int]]) -> int:
+        """Answers the prompts greedily, by ANSWER tokens each. Returns the tokens of all."""
+        ...
+
 
 class MoejaxEngine:
     def __init__(self, task: Task):
@@ -100,7 +114,8 @@ class MoejaxEngine:
             enable_prefix_caching=False,
             progress=False,
         )
-        self.llm.engine.runner.wait_compiled(everything=True)
+        if not task.job:  # which begins at once
+            self.llm.engine.runner.wait_compiled(everything=True)
         self.versions = {"jax": import_module("jax").__version__, "ops": instruction_set()}
         self._requests: list[Any] = []
 
@@ -131,6 +146,14 @@ class MoejaxEngine:
         request = self.llm.engine.add(tokens.tolist(), params)
         while not request.output:
             self.llm.engine.step()
+
+    def job(self, prompts: list[list[int]]) -> int:
+        from moejax import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(given, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     def floor(self, batch: int, tokens: int) -> float:
         """Seconds of a step of so many tokens if reading memory alone took time: weights, states,
@@ -166,9 +189,11 @@ class TransformersEngine:
         fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         dtype = torch.bfloat16 if fast else torch.float32
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(task.model, dtype=dtype).eval()
+        self.task, self.model = task, load(task.model, dtype=dtype).eval()
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         self.versions = versions | {"dtype": str(dtype)}
+        if task.job:
+            return
         # Its products may be slow: one context is computed, the others are copies.
         tokens = self._tensor(task.decoded()[:1, : task.context]).long()
         cache = self.model(tokens, use_cache=True, logits_to_keep=1).past_key_values
@@ -189,6 +214,23 @@ class TransformersEngine:
         given = self._tensor(tokens).long()[:, None]
         output = self.model(given, past_key_values=self._cache, use_cache=True)
         return output.logits[:, -1].float().numpy()
+
+    def job(self, prompts: list[list[int]]) -> int:
+        ordered, batch, count = sorted(prompts, key=len), self.task.batch, 0
+        for first in range(0, len(ordered), batch):
+            mine = ordered[first : first + batch]
+            longest = len(mine[-1])
+            tokens = np.array([[0] * (longest - len(p)) + p for p in mine])
+            there = np.array([[0] * (longest - len(p)) + [1] * len(p) for p in mine])
+            found = self.model.generate(
+                self._tensor(tokens),
+                attention_mask=self._tensor(there),
+                do_sample=False,
+                min_new_tokens=ANSWER,
+                max_new_tokens=ANSWER,
+            )
+            count += found.shape[0] * (found.shape[1] - longest)
+        return count
 
     def prefill(self, tokens: np.ndarray) -> None:
         self.model(self._tensor(tokens).long()[None], use_cache=True, logits_to_keep=1)
@@ -214,7 +256,7 @@ class LlamaEngine:
         self._prompt = task.batch + self._kept  # the sequence of the timed prompt
         params.n_seq_max = self._prompt + 1
         params.n_ctx = params.n_seq_max * -(-longest // 256) * 256
-        params.n_batch = params.n_ubatch = max(512, task.prompt)
+        self._most = params.n_batch = params.n_ubatch = max(512, task.prompt)
         params.n_threads = params.n_threads_batch = task.threads
         params.no_perf = True
         self._context = self.llama.llama_init_from_model(self._model, params)
@@ -241,8 +283,33 @@ class LlamaEngine:
                 assert position == self.task.context
                 self._begin_anew(i)
         self._compute(tokens, np.full(count, position), list(range(count)), count)
-        logits = self.llama.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(count, self.task.vocabulary)).copy()
+        return self._logits(count).copy()
+
+    def job(self, prompts: list[list[int]]) -> int:
+        """By continuous batching: prompts join as sequences end."""
+        waiting, running = list(reversed(prompts)), {}
+        free, count = list(range(self.task.batch)), 0
+        while waiting or running:
+            rows = [(tokens[-1], len(tokens) - 1, i, True) for i, (tokens, _) in running.items()]
+            while waiting and free and len(rows) + len(waiting[-1]) <= self._most:
+                prompt, i = waiting.pop(), free.pop()
+                running[i] = prompt, len(prompt) + ANSWER
+                rows += [(t, at, i, at + 1 == len(prompt)) for at, t in enumerate(prompt)]
+            tokens, positions, sequences, wanted = zip(*rows, strict=True)
+            self._compute(np.array(tokens), np.array(positions), list(sequences), list(wanted))
+            for i, chosen in zip(
+                [i for i, said in zip(sequences, wanted, strict=True) if said],
+                self._logits(sum(wanted)).argmax(-1).tolist(),
+                strict=True,
+            ):
+                mine, most = running[i]
+                mine.append(chosen)
+                count += 1
+                if len(mine) == most:
+                    self.llama.llama_memory_seq_rm(self._memory, i, -1, -1)
+                    del running[i]
+                    free.append(i)
+        return count
 
     def generate(self, prompt: list[int], count: int, drafted: int) -> list[int]:
         """Greedily, with at most `drafted` tokens of prompt lookup a step, as llama-cpp-python has
@@ -260,9 +327,7 @@ class LlamaEngine:
             first = len(tokens) - 1
             positions = np.arange(first, first + len(given))
             self._compute(given, positions, [sequence] * len(given), len(given))
-            logits = self.llama.llama_get_logits(self._context)
-            shape = len(given), self.task.vocabulary
-            chosen = np.ctypeslib.as_array(logits, shape=shape).argmax(-1).tolist()
+            chosen = self._logits(len(given)).argmax(-1).tolist()
             right = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
             tokens += chosen[: right + 1]
             self.llama.llama_memory_seq_rm(self._memory, sequence, len(tokens) - 1, -1)
@@ -275,21 +340,30 @@ class LlamaEngine:
         self.llama.llama_get_logits(self._context)
         self.llama.llama_memory_seq_rm(self._memory, last, -1, -1)
 
+    def _logits(self, count: int) -> np.ndarray:
+        """[count, V], valid until the next batch."""
+        logits = self.llama.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(count, self.task.vocabulary))
+
     def _begin_anew(self, i: int) -> None:
         """Makes sequence i what it was after its context."""
         self.llama.llama_memory_seq_rm(self._memory, i, -1, -1)
         self.llama.llama_memory_seq_cp(self._memory, i + self._kept, i, -1, -1)
 
     def _compute(
-        self, tokens: np.ndarray, positions: np.ndarray, sequences: list[int], logits: int
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        sequences: list[int],
+        logits: int | list[bool],
     ) -> None:
-        """Runs one batch; the last `logits` tokens give logits."""
+        """Runs one batch; the last `logits` tokens give logits, or those that are named."""
         batch, count = self._batch, len(tokens)
         batch.n_tokens = count
         for i in range(count):
             batch.token[i], batch.pos[i] = int(tokens[i]), int(positions[i])
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[i]
-            batch.logits[i] = i >= count - logits
+            batch.logits[i] = i >= count - logits if isinstance(logits, int) else logits[i]
         if status := self.llama.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
         self.llama.llama_synchronize(self._context)
@@ -321,8 +395,9 @@ def serve(engine_name: str, task: Task) -> None:
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
     """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"}, {"what": "check",
-    "batch", "logits"}, which writes logits into a file if one is named, of moejax {"what": "floor",
-    "batch", "tokens"}, of llama.cpp {"what": "generate", "prompt", "count", "drafted"}."""
+    "batch", "logits"}, which writes logits into a file if one is named, {"what": "job"}, of moejax
+    {"what": "floor", "batch", "tokens"}, of llama.cpp {"what": "generate", "prompt", "count",
+    "drafted"}."""
     if question["what"] == "generate":
         assert isinstance(engine, LlamaEngine)
         began = time.perf_counter()
@@ -331,6 +406,8 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
     if question["what"] == "floor":
         assert isinstance(engine, MoejaxEngine)
         return {"seconds": engine.floor(question["batch"], question["tokens"])}
+    if question["what"] == "job":
+        return {"tokens": engine.job(task.jobs())}
     if question["what"] == "prefill":
         return {"seconds": timed_steps(lambda i: engine.prefill(task.prefilled()), 1)}
     batch = question["batch"]

@@ -19,6 +19,10 @@ stages:
   hybrid  as bf16, of Qwen3.6-35B-A3B with a smaller vocabulary (two layers are 3.9 GB); every
           fourth layer, of fewer the last, has keys and values, the others have states
 
+--job N measures, instead of steps, whole processes from start to end that load the model and answer
+N prompts of 32 to 96 tokens with 32 greedy tokens each: moejax by `LLM.generate`, llama.cpp by
+continuous batching, transformers by batches of one length after the other; 32 sequences at once.
+
 --arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
 
 --quality adds, in stages of one GGUF file, how far each engine's distributions and logits are from
@@ -48,6 +52,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,8 +90,6 @@ AGREEMENT = {
 have a standard deviation of 0.9, of `hybrid` 1.9, so engines that compute something else differ by
 that. Of `hybrid`, whose random router has 256 near experts, moejax in float32 is 1e-5 from
 transformers, and bfloat16 of either engine 0.04 to 0.09."""
-
-CASES = ("decode 1", "decode 8", "prefill")
 
 OLMOE: dict[str, Any] = {
     "architectures": ["OlmoeForCausalLM"],
@@ -188,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--arithmetic", default="exact", choices=choices, help=text)
     add("--quality", action="store_true", help="logits beside those of the file in float32")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
+    add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
+    add("--job", type=int, default=0, metavar="N", help="prompts, instead of steps")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
     add("--rounds", type=int, default=7, help="of all engines in turn (default: %(default)s)")
@@ -225,24 +230,30 @@ def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str
 
 def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator[str]:
     """The lines that the stage prints: how it ran, agreement, the table."""
-    workers: dict[str, Worker] = {}
+    tasks: dict[str, Task] = {}
     model, fields = model_of(stage, args.layers)
     said = [f"{stage}: {args.layers} layers of {model}, {args.threads} threads each"]
+    for name in engines_of(stage, args.without.split(","), args.arithmetic):
+        base, _, arithmetic = name.partition(" --arithmetic ")
+        tasks[name] = Task(
+            str(model_file(args, base, directory / f"{model}-{args.layers}", fields)),
+            fields["vocab_size"],
+            batch=32 if args.job else max(map(int, args.batch.split(","))),
+            context=args.context,
+            prompt=args.prompt,
+            threads=args.threads,
+            precision=stage if base == f"moejax {stage}" else None,
+            arithmetic=arithmetic or "exact",
+            job=args.job,
+        )
+    if args.job:
+        rows = measure_jobs(args, tasks)
+        yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
+        return
+    workers: dict[str, Worker] = {}
     with ExitStack() as stack:
-        for name in engines_of(stage, args.without.split(","), args.arithmetic):
-            base, _, arithmetic = name.partition(" --arithmetic ")
-            task = Task(
-                str(model_file(args, base, directory / f"{model}-{args.layers}", fields)),
-                fields["vocab_size"],
-                context=args.context,
-                prompt=args.prompt,
-                threads=args.threads,
-                precision=stage if base == f"moejax {stage}" else None,
-                arithmetic=arithmetic or "exact",
-            )
-            python = args.llama_python if name.startswith("llama.cpp") else sys.executable
-            workers[name] = Worker(name, python, task)
-            stack.callback(workers[name].close)
+        for name, task in tasks.items():
+            workers[name] = stack.enter_context(worker_of(args, name, task))
         for name, worker in workers.items():
             said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
         said += agreement(workers, AGREEMENT[stage])
@@ -250,6 +261,11 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
             said += quality(workers)
         rows = measure(args, workers)
     yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
+
+
+def worker_of(args: argparse.Namespace, name: str, task: Task) -> contextlib.closing[Worker]:
+    python = args.llama_python if name.startswith("llama.cpp") else sys.executable
+    return contextlib.closing(Worker(name, python, task))
 
 
 def model_of(stage: str, layers: int) -> tuple[str, dict[str, Any]]:
@@ -397,7 +413,7 @@ def deviation(wanted: np.ndarray, found: np.ndarray) -> str:
 def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
     """A row of the table for each case and engine."""
     rows: list[dict[str, Any]] = []
-    for case in CASES:
+    for case in [*(f"decode {batch}" for batch in args.batch.split(",")), "prefill"]:
         what, _, batch = case.partition(" ")
         question = {"batch": int(batch), "seconds": args.block} if batch else {}
         found: dict[str, list[float]] = {name: [] for name in workers}
@@ -420,12 +436,26 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
     return rows
 
 
+def measure_jobs(args: argparse.Namespace, tasks: Mapping[str, Task]) -> list[dict[str, Any]]:
+    """A row of the table for each engine: seconds from its process's start to its last answer."""
+    found: dict[str, list[float]] = {name: [] for name in tasks}
+    for i in range(args.rounds + 1):  # the first one warms up
+        for name, task in tasks.items():
+            began = time.perf_counter()
+            with worker_of(args, name, task) as worker:
+                worker.answer()
+                tokens = worker.ask("job")["tokens"]
+            if i:
+                found[name].append(time.perf_counter() - began)
+    return case_rows(f"job of {args.job}", tokens, found, None)
+
+
 def case_rows(
-    case: str, tokens: int, found: Mapping[str, Sequence[float]], floor: float
+    case: str, tokens: int, found: Mapping[str, Sequence[float]], floor: float | None
 ) -> list[dict[str, Any]]:
     """A row for each engine. tokens: of a step. found: seconds of a step, by round. floor: seconds
-    of reading what a step needs. ratio: tokens a second of the first engine over those of this
-    one."""
+    of reading what a step needs, None if nobody counts that. ratio: tokens a second of the first
+    engine over those of this one."""
     ours, rows = next(iter(found.values())), []
     for name, theirs in found.items():
         median = float(np.median(theirs))
@@ -442,7 +472,7 @@ def case_rows(
                 "case": case,
                 "engine": name,
                 "ms": 1e3 * median,
-                "floor_ms": 1e3 * floor,
+                "floor_ms": None if floor is None else 1e3 * floor,
                 "tokens_per_s": tokens / median,
                 "rounds": len(theirs),
                 "ratio": ratio,
