@@ -2,8 +2,9 @@
 // has the meaning). Sums of integers are exact, so only the order of the sum over units decides bits:
 // it is one for every instruction set and every number of tokens. Included by kernels.cc.
 //
-// Codes are brought into bytes once for all tokens, and multiplied there: what depends on a kind is
-// only how it gets there, so that no product is compiled for each of them.
+// Codes are multiplied as unsigned bytes or words, in whatever order they leave their elements:
+// numbers are brought into the same order once. What makes an integer of a byte is taken away from a
+// unit's sum, in float32, which holds all of these numbers exactly.
 #pragma once
 
 namespace moejax {
@@ -12,29 +13,29 @@ namespace {
 constexpr int64_t W = MOEJAX_LANES < 8 ? MOEJAX_LANES : 8;
 typedef float vw __attribute__((vector_size(MOEJAX_LANES < 8 ? 4 * MOEJAX_LANES : 32)));
 typedef int32_t wi __attribute__((vector_size(MOEJAX_LANES < 8 ? 4 * MOEJAX_LANES : 32)));
+typedef int16_t v16 __attribute__((vector_size(2 * MOEJAX_LANES)));
 typedef int8_t vb __attribute__((vector_size(MOEJAX_LANES)));
 
-constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
 static int64_t lanes_of(int64_t n) { return (n + kUnitLanes - 1) / kUnitLanes * kUnitLanes; }
 
-// n numbers in `quantized_size(n)` floats: their integers, and scale and sum of each unit of 32 and 16,
-// zeros behind the last one.
+// n numbers in `quantized_size(n)` floats: their integers as bytes and words, and scale and sum of each
+// unit of 32 and 16, zeros behind the last one.
 struct Quantized {
   int8_t* q;
-  float* scale[2];
-  int32_t* sum[2];
-  INLINE Quantized(const float* memory, int64_t n) : q((int8_t*)memory) {
-    float* next = (float*)memory + n / 4;
+  int16_t* words;
+  float *scale[2], *sum[2];
+  INLINE Quantized(const float* memory, int64_t n) : q((int8_t*)memory), words((int16_t*)(q + n)) {
+    float* next = (float*)(words + n);
     for (int i = 0; i < 2; i++) {
       const int64_t count = lanes_of(n / (i ? 16 : 32));
-      scale[i] = next, sum[i] = (int32_t*)(next + count), next += 2 * count;
+      scale[i] = next, sum[i] = next + count, next += 2 * count;
     }
   }
 };
 
 void quantize(const float* x, int64_t n, float* out) {
   const Quantized to(out, n);
-  memset(out + n / 4, 0, (quantized_size(n) - n / 4) * sizeof *out);
+  memset(to.scale[0], 0, (char*)(out + quantized_size(n)) - (char*)to.scale[0]);
   for (int64_t g = 0; g < n / 32; g++, x += 32) {
     uint32_t top = 0;
     for (int i = 0; i < 32; i++) {
@@ -44,19 +45,20 @@ void quantize(const float* x, int64_t n, float* out) {
     const float largest = as_float(top);
     to.scale[0][g] = to.scale[1][2 * g] = to.scale[1][2 * g + 1] = largest * (1 / 127.0f);
     int8_t* q = to.q + 32 * g;
+    int16_t* words = to.words + 32 * g;
     if (top >= 0x7f800000 || largest < 0x1p-100f) {
-      memset(q, 0, 32 * sizeof *q);
+      memset(q, 0, 32 * sizeof *q), memset(words, 0, 32 * sizeof *words);
       continue;
     }
     const vf inverse = splat(127 / largest), magic = splat(12582912.0f);  // rounds to even
     for (int i = 0; i < 32; i += L) {
       const vi whole = (vi)(unfused(load<vf>(x + i) * inverse) + magic) - (vi)magic;
-      store(q + i, __builtin_convertvector(whole, vb));
+      store(q + i, __builtin_convertvector(whole, vb)), store(words + i, __builtin_convertvector(whole, v16));
     }
     int32_t halves[2] = {};
     for (int i = 0; i < 32; i++) halves[i / 16] += q[i];
-    memcpy(to.sum[1] + 2 * g, halves, sizeof halves);
-    to.sum[0][g] = halves[0] + halves[1];
+    to.sum[1][2 * g] = (float)halves[0], to.sum[1][2 * g + 1] = (float)halves[1];
+    to.sum[0][g] = (float)(halves[0] + halves[1]);
   }
 }
 
@@ -65,8 +67,8 @@ void quantize(const float* x, int64_t n, float* out) {
 struct Integers {
   int bits, highs;      // of a code
   const uint8_t* list;  // bytes of 16 codes; null: a code is its byte
-  bool small;           // bytes are unsigned, at most 63; otherwise signed
-  int zero;
+  bool negative;        // bytes are signed
+  float zero;
   float factor;         // of an integer, beside its scale
   Shift shift;
 };
@@ -85,23 +87,28 @@ template <Codes kind>
 constexpr Listed<kind> kListed;
 
 Integers integers_of(Codes kind) {
-  Integers as = {bits_of(kind), highs_of(kind), nullptr, bits_of(kind) < 8, (int)zero_of(kind), 1, shift_of(kind)};
-  if (as.bits == 8) as.zero -= 128;  // bytes are codes less 128
+  Integers as = {bits_of(kind), highs_of(kind), nullptr, false, zero_of(kind), 1, shift_of(kind)};
   if (kind == Codes::Int2) as.list = kListed<Codes::Int2>.of, as.zero = 3, as.factor = 0.5f;
   if (kind == Codes::E2M1) as.list = kListed<Codes::E2M1>.of, as.zero = 12, as.factor = 0.5f;
-  if (kind == Codes::IQ4) as.list = kListed<Codes::IQ4>.of, as.zero = 0, as.small = false;
+  if (kind == Codes::IQ4) as.list = kListed<Codes::IQ4>.of, as.zero = 0, as.negative = true;
   return as;
+}
+
+// Scales of n units, as integers want them.
+void times_factor(const Integers& as, int64_t n, float* scale) {
+  if (as.factor == 1) return;
+  for (int64_t i = 0; i < n; i++) scale[i] *= as.factor;
 }
 
 // ---- codes → bytes, any number of them
 
 // Of a plane of n elements.
 void bytes_of(const Integers& as, const uint16_t* codes, int64_t plane, int64_t n, uint8_t* out) {
-  const int shift = as.bits * (int)plane, mask = (1 << as.bits) - 1, flip = as.bits == 8 ? 128 : 0;
+  const int shift = as.bits * (int)plane, mask = (1 << as.bits) - 1;
   if (as.list) {
     for (int64_t i = 0; i < n; i++) out[i] = as.list[(codes[i] >> shift) & mask];
   } else {
-    for (int64_t i = 0; i < n; i++) out[i] = (uint8_t)(((codes[i] >> shift) & mask) ^ flip);
+    for (int64_t i = 0; i < n; i++) out[i] = (uint8_t)((codes[i] >> shift) & mask);
   }
 }
 
@@ -111,74 +118,80 @@ void add_highs(const Integers& as, const uint16_t* highs, int64_t plane, int64_t
   for (int64_t i = 0; i < n; i++) out[i] |= (uint8_t)(((highs[i] >> shift) & mask) << as.bits);
 }
 
-// ---- codes → bytes, by vectors
+// A row of gate or up.
+struct IntegerRow {
+  const uint16_t *codes, *highs;
+  int64_t n, high_size;       // weights; elements of upper bits
+  const uint16_t* later;      // what is asked for meanwhile, as long as codes
+};
 
 #ifdef __AVX2__
+// ---- codes → bytes, by vectors
 typedef __m256i v32;
+
+// What is known of codes when this is compiled. sums: of so many products of four bytes and numbers fit
+// into two words; 0: bytes are signed. Codes of 8 bits are multiplied as words.
+template <int bits_, int sums_, bool listed_ = false, bool highs_ = false>
+struct Kind {
+  static constexpr int bits = bits_, sums = sums_, planes = 16 / bits_;
+  static constexpr bool words = bits_ == 8, listed = listed_, highs = highs_;
+  static constexpr int fields = words ? 2 : 8 / bits_;  // what a vector of elements gives
+  static constexpr int depth = words ? 2 : 4;           // numbers of a lane of 32 bits
+};
+
+// f(Kind) of the ways there are.
+template <class F>
+INLINE void with_kind(const Integers& as, F f) {
+  if (as.bits == 8) return f(Kind<8, 8>());
+  if (as.bits == 2) return f(Kind<2, 8, true>());
+  if (as.negative) return f(Kind<4, 0, true>());
+  if (as.list) return f(Kind<4, 4, true>());  // 4 · 4 · 24 · 127 is less than 2^16
+  if (as.highs) return f(Kind<4, 2, false, true>());
+  f(Kind<4, 8>());
+}
 
 // 16 bytes for each half.
 INLINE v32 listed(const Integers& as) {
   return as.list ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)as.list)) : v32{};
 }
 
-// One plane of the bytes of elements, the lower or the upper ones. plane: counted from the byte's first.
-template <int bits, bool list>
-INLINE v32 plane_of(v32 bytes, int plane, v32 table) {
-  if (bits == 8) return _mm256_xor_si256(bytes, _mm256_set1_epi8((char)128));
-  if (plane) bytes = _mm256_srli_epi16(bytes, bits * plane);
-  bytes = _mm256_and_si256(bytes, _mm256_set1_epi8((1 << bits) - 1));
-  return list ? _mm256_shuffle_epi8(table, bytes) : bytes;
-}
+// Where the upper bits of elements lie whose codes are multiples of the upper bits' own elements away.
+struct Place {
+  __m128i up, down;
+  v32 mask;
+  INLINE Place(int highs, int64_t multiple)
+      : up(_mm_cvtsi32_si128(4 - highs * (int)multiple)), down(_mm_cvtsi32_si128(highs * (int)multiple)),
+        mask(_mm256_set1_epi8((char)(((1 << highs) - 1) << 4))) {}
+};
 
-// The lower bytes of 32 elements, and the upper ones.
-INLINE void split(const uint16_t* elements, v32 (&halves)[2]) {
-  const v32 a = load<v32>(elements), b = load<v32>(elements + 16), low = _mm256_set1_epi16(0xff);
-  halves[0] = _mm256_packus_epi16(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
-  halves[1] = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-  for (v32& half : halves) half = _mm256_permute4x64_epi64(half, 0xd8);
-}
-
-// A row of n integers. later: what is asked for meanwhile, as long.
-template <int bits, bool list>
-void row_bytes(const Integers& as, const uint16_t* codes, int64_t n, const uint16_t* later, uint8_t* out) {
-  constexpr int planes = 16 / bits;
-  const int64_t size = n / planes;
-  const v32 table = listed(as);
-  for (int64_t i = 0; i < size; i += 32) {
-    const int64_t at = least(i, size - 32);  // again, what the last ones have of those before
-    v32 halves[2];
-    soon(later + i);
-    split(codes + at, halves);
-#pragma GCC unroll 8
-    for (int p = 0; p < planes; p++) {
-      store(out + at + p * size, plane_of<bits, list>(halves[p * bits / 8], p % (8 / bits), table));
-    }
+// The fields of bytes of elements, and of the upper bits of these: codes of 2 and 4 bits in bytes, of 8
+// in words.
+template <class K>
+INLINE void fields_of(v32 bytes, v32 highs, const Place& place, v32 table, v32* out) {
+  if constexpr (K::words) {
+    out[0] = _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), out[1] = _mm256_srli_epi16(bytes, 8);
+    return;
+  }
+#pragma GCC unroll 4
+  for (int f = 0; f < K::fields; f++) {
+    const v32 placed = f ? _mm256_srli_epi16(bytes, K::bits * f) : bytes;
+    out[f] = _mm256_and_si256(placed, _mm256_set1_epi8((1 << K::bits) - 1));
+    if (K::listed) out[f] = _mm256_shuffle_epi8(table, out[f]);
+    if (!K::highs) continue;
+    const v32 upper = f ? _mm256_srl_epi16(highs, place.down) : _mm256_sll_epi16(highs, place.up);
+    out[f] = _mm256_or_si256(out[f], _mm256_and_si256(upper, place.mask));
   }
 }
 
-template <int more>
-void row_highs(const uint16_t* highs, int64_t n, uint8_t* out) {
-  constexpr int planes = 16 / more;
-  const int64_t size = n / planes;
-  const v32 mask = _mm256_set1_epi8(((1 << more) - 1) << 4);
-  for (int64_t i = 0; i < size; i += 32) {
-    const int64_t at = least(i, size - 32);
-    v32 halves[2];
-    split(highs + at, halves);
-#pragma GCC unroll 16
-    for (int p = 0; p < planes; p++) {
-      const int shift = p * more % 8 - 4;
-      const v32 half = halves[p * more / 8];
-      const v32 placed = shift > 0 ? _mm256_srli_epi16(half, shift) : _mm256_slli_epi16(half, -shift);
-      uint8_t* mine = out + at + p * size;
-      store(mine, _mm256_or_si256(load<v32>(mine), _mm256_and_si256(placed, mask)));
-    }
-  }
+// The lower bytes of each eight elements, then their upper ones.
+INLINE v32 lower_then_upper(v32 elements) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return _mm256_shuffle_epi8(elements, _mm256_broadcastsi128_si256(order));
 }
 
 // Four rows of 16 elements: in lanes of 32 bits their lower bytes, and the upper ones, of columns 0–3
 // and 8–11, then of the others.
-INLINE void turn_rows(const uint16_t* rows, int64_t apart, v32 (&lower)[2], v32 (&upper)[2]) {
+INLINE void turn_rows(const uint16_t* rows, int64_t apart, v32* lower, v32* upper) {
   v32 row[4];
   for (int i = 0; i < 4; i++) row[i] = load<v32>(rows + i * apart);
   const v32 low = _mm256_set1_epi16(0xff);
@@ -190,133 +203,201 @@ INLINE void turn_rows(const uint16_t* rows, int64_t apart, v32 (&lower)[2], v32 
   }
 }
 
-// Where the bytes of rows of elements go: of each plane, of each four rows, the vectors of turn_rows.
-struct Turned {
-  uint8_t* out;
-  int64_t planes_apart, fours_apart;
+// Rows of elements of down^T, and of the upper bits.
+struct DownRows {
+  const uint16_t *codes, *highs;
+  int64_t apart;
 };
 
-// Of 16 columns of `rows` rows of elements, all planes.
-template <int bits, bool list>
-void turned_bytes(const Integers& as, const uint16_t* codes, int64_t apart, int64_t rows, Turned to) {
-  constexpr int planes = 16 / bits;
-  const v32 table = listed(as);
-  for (int64_t i = 0; i < rows; i += 4, to.out += to.fours_apart) {
-    v32 bytes[2][2];
-    turn_rows(codes + i * apart, apart, bytes[0], bytes[1]);
-#pragma GCC unroll 8
-    for (int p = 0; p < planes; p++) {
+// Four rows of 16 columns, as lanes of 32 bits for each column, in turn_rows' order: of each plane two
+// vectors; words have those of two rows, then those of the other two.
+template <class K>
+INLINE void turned(const DownRows& e, const Place& place, v32 table, v32 (*out)[2]) {
+  if constexpr (K::words) {
+    for (int i = 0; i < 4; i += 2) {
+      const v32 a = load<v32>(e.codes + i * e.apart), b = load<v32>(e.codes + (i + 1) * e.apart);
+      const v32 both[] = {_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)};
       for (int k = 0; k < 2; k++) {
-        store(to.out + p * to.planes_apart + 32 * k, plane_of<bits, list>(bytes[p * bits / 8][k], p % (8 / bits), table));
+        v32 fields[2];
+        fields_of<K>(both[k], v32{}, place, table, fields);
+        out[i][k] = fields[0], out[i + 1][k] = fields[1];
+      }
+    }
+    return;
+  }
+  v32 bytes[2][2], highs[2][2] = {};
+  turn_rows(e.codes, e.apart, bytes[0], bytes[1]);
+  if (K::highs) turn_rows(e.highs, e.apart, highs[0], highs[1]);
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; k++) {
+      v32 fields[K::fields];
+      fields_of<K>(bytes[half][k], highs[half][k], place, table, fields);
+#pragma GCC unroll 4
+      for (int f = 0; f < K::fields; f++) out[half * K::fields + f][k] = fields[f];
+    }
+  }
+}
+template <class K>
+constexpr int kTurned = K::words ? 4 : K::planes;
+
+INLINE v32 ones() { return _mm256_set1_epi16(1); }
+
+#ifdef __AVX512VNNI__
+constexpr bool kOneInstruction = true;  // multiplies, and adds to 32 bits
+#else
+constexpr bool kOneInstruction = false;
+#endif
+
+// Sums of products in each lane of 32 bits, onto others.
+template <class K>
+INLINE v32 add_products(v32 sums, v32 codes, v32 q) {
+  if (!K::words && !K::sums) q = _mm256_sign_epi8(q, codes), codes = _mm256_abs_epi8(codes);
+#ifdef __AVX512VNNI__
+  return K::words ? _mm256_dpwssd_epi32(sums, codes, q) : _mm256_dpbusd_epi32(sums, codes, q);
+#else
+  if (!K::words) codes = _mm256_maddubs_epi16(codes, q), q = ones();
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, q));
+#endif
+}
+
+// Two vectors' columns in their order, of turn_rows' one.
+INLINE void in_order(v32 (&v)[2]) {
+  const v32 first = _mm256_permute2x128_si256(v[0], v[1], 0x20);
+  v[1] = _mm256_permute2x128_si256(v[0], v[1], 0x31), v[0] = first;
+}
+
+// ---- a few tokens: units' sums of a row
+
+// Numbers in the order in which a row's codes are multiplied: for each 16 elements and field, of eight
+// the lower bytes' numbers and the upper ones', then of the others.
+template <class K>
+void order_numbers(const int8_t* q, int64_t n, int8_t* out) {
+  const int64_t size = n / K::planes;
+  for (int64_t at = 0; at < size; at += 16) {
+    for (int f = 0; f < K::fields; f++, out += 32) {
+      const __m128i lower = load<__m128i>(q + f * size + at), upper = load<__m128i>(q + (f + K::fields) * size + at);
+      store(out, _mm_unpacklo_epi64(lower, upper)), store(out + 16, _mm_unpackhi_epi64(lower, upper));
+    }
+  }
+}
+
+// The first n lanes.
+INLINE void store_lanes(int32_t* out, int64_t n, v32 v) {
+  if (n >= 8) return store(out, v);
+  const v32 lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_epi32(out, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lanes), v);
+}
+
+// Eight vectors whose halves have two lanes of one unit and two of another one: their sums.
+INLINE void add_up(const v32* v, v32 (&out)[2]) {
+  v32 pairs[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) pairs[i] = _mm256_hadd_epi32(v[2 * i], v[2 * i + 1]);
+  v32 four[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    four[i] = _mm256_add_epi32(_mm256_permute2x128_si256(pairs[i], pairs[i + 2], 0x20),
+                               _mm256_permute2x128_si256(pairs[i], pairs[i + 2], 0x31));
+  }
+  const __m256 a = (__m256)four[0], b = (__m256)four[1];
+  out[0] = (v32)_mm256_shuffle_ps(a, b, 0x88), out[1] = (v32)_mm256_shuffle_ps(a, b, 0xdd);
+}
+
+// To out[t · room + unit], of units of E elements of each plane. numbers: as order_numbers has them, or
+// words.
+template <class K, int E>
+void row_sums(const Integers& as, const IntegerRow& row, const void* const* numbers, int64_t tokens, int64_t room,
+              int32_t* out) {
+  constexpr int pairs = K::words ? 1 : K::fields;  // of planes
+  const int64_t size = row.n / K::planes, steps = size / E;
+  const v32 table = listed(as);
+  int64_t high_at = 0, multiple = 0;
+  Place place(as.highs, 0);
+  for (int64_t first = 0; first < steps; first += 8) {
+    v32 part[kTokens - 1][pairs][8];
+    for (int64_t i = 0; i < 8; i++) {
+      if (first + i == steps) break;
+      const int64_t at = (first + i) * E;
+      if (K::highs && high_at == row.high_size) high_at = 0, place = Place(as.highs, ++multiple);
+      v32 codes[E / 16][K::fields];
+      soon(row.later + at);
+#pragma GCC unroll 2
+      for (int k = 0; k < E / 16; k++) {
+        const v32 elements = load<v32>(row.codes + at + 16 * k);
+        const v32 highs = K::highs ? lower_then_upper(load<v32>(row.highs + high_at + 16 * k)) : v32{};
+        fields_of<K>(K::words ? elements : lower_then_upper(elements), highs, place, table, codes[k]);
+      }
+      high_at += E;
+      for (int64_t t = 0; t < tokens; t++) {
+        if constexpr (K::words) {
+          const int16_t* q = (const int16_t*)numbers[t] + at;
+          v32 sums[2];
+#pragma GCC unroll 2
+          for (int f = 0; f < 2; f++) {
+            sums[f] = _mm256_madd_epi16(codes[0][f], load<v32>(q + f * size));
+            if (E == 32) sums[f] = add_products<K>(sums[f], codes[E / 16 - 1][f], load<v32>(q + f * size + 16));
+          }
+          part[t][0][i] = _mm256_hadd_epi32(sums[0], sums[1]);
+        } else {
+          const int8_t* q = (const int8_t*)numbers[t] + at * K::planes;
+#pragma GCC unroll 4
+          for (int f = 0; f < K::fields; f++) {
+            const v32 one = load<v32>(q + 32 * f), other = load<v32>(q + 32 * (K::fields * (E / 16 - 1) + f));
+            if (K::sums) {
+              v32 sums = _mm256_maddubs_epi16(codes[0][f], one);
+              if (E == 32) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes[E / 16 - 1][f], other));
+              part[t][f][i] = _mm256_madd_epi16(sums, ones());
+            } else {
+              part[t][f][i] = add_products<K>(v32{}, codes[0][f], one);
+              if (E == 32) part[t][f][i] = add_products<K>(part[t][f][i], codes[E / 16 - 1][f], other);
+            }
+          }
+        }
+      }
+    }
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int p = 0; p < pairs; p++) {
+        v32 sums[2];
+        add_up(part[t][p], sums);
+        int32_t* mine = out + t * room + p * steps + first;
+        store_lanes(mine, steps - first, sums[0]), store_lanes(mine + pairs * steps, steps - first, sums[1]);
       }
     }
   }
 }
-
-// Their upper bits, which are one plane of their own elements.
-void turned_highs(const Integers& as, const uint16_t* highs, int64_t apart, int64_t plane, int64_t rows, Turned to) {
-  const int place = as.highs * (int)plane;
-  const __m128i shift = _mm_cvtsi32_si128(place % 8);
-  const v32 mask = _mm256_set1_epi8((char)((1 << as.highs) - 1));
-  for (int64_t i = 0; i < rows; i += 4, to.out += to.fours_apart) {
-    v32 bytes[2][2];
-    turn_rows(highs + i * apart, apart, bytes[0], bytes[1]);
-    for (int k = 0; k < 2; k++) {
-      const v32 placed = _mm256_and_si256(_mm256_srl_epi16(place < 8 ? bytes[0][k] : bytes[1][k], shift), mask);
-      store(to.out + 32 * k, _mm256_or_si256(load<v32>(to.out + 32 * k), _mm256_slli_epi16(placed, 4)));
-    }
-  }
-}
-
-// f(bits, list) of the ways there are.
-template <class F>
-INLINE void with_bytes(const Integers& as, F f) {
-  if (as.bits == 8) return f(Constant<int, 8>(), Constant<bool, false>());
-  if (as.bits == 2) return f(Constant<int, 2>(), Constant<bool, true>());
-  if (as.list) return f(Constant<int, 4>(), Constant<bool, true>());
-  f(Constant<int, 4>(), Constant<bool, false>());
-}
-
-// ---- bytes times numbers
-
-// Sums of four products in each lane, onto others.
-template <bool small>
-INLINE v32 add_products(v32 sum, v32 bytes, v32 q) {
-  if (!small) q = _mm256_sign_epi8(q, bytes), bytes = _mm256_abs_epi8(bytes);
-#ifdef __AVX512VNNI__
-  return _mm256_dpbusd_epi32(sum, bytes, q);
-#else
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, q), _mm256_set1_epi16(1)));
-#endif
-}
-
-// The same of two vectors.
-template <bool small>
-INLINE v32 add_products(v32 sum, const v32 (&bytes)[2], const v32 (&q)[2]) {
-#ifndef __AVX512VNNI__
-  if (small) {  // 4 · 63 · 127 is less than 2^15
-    const v32 both = _mm256_add_epi16(_mm256_maddubs_epi16(bytes[0], q[0]), _mm256_maddubs_epi16(bytes[1], q[1]));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(both, _mm256_set1_epi16(1)));
-  }
-#endif
-  return add_products<small>(add_products<small>(sum, bytes[0], q[0]), bytes[1], q[1]);
-}
 #endif
 
-// Sums of products for each `unit` of n integers, 16 or 32, an even number of units of 16; there is room
-// behind the last one.
-template <bool small, int unit>
-void unit_sums(const uint8_t* bytes, const int8_t* q, int64_t n, int32_t* out) {
-#ifdef __AVX2__
-  constexpr int vectors = unit / 4;  // of eight units
-  const auto sums_at = [=](int64_t at) { return add_products<small>(v32{}, load<v32>(bytes + at), load<v32>(q + at)); };
-  int64_t at = 0;
-  for (; at + 32 * vectors <= n; at += 32 * vectors, out += 8) {
-    v32 v[vectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; i++) v[i] = sums_at(at + 32 * i);
-    const v32 a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-    if constexpr (unit == 16) {
-      store(out, _mm256_permutevar8x32_epi32(a, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-    } else {
-      const v32 b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-      store(out, _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31)));
-    }
-  }
-  memset(out, 0, 8 * sizeof *out);
-  for (; at < n; at += 32) {
-    int32_t lanes[8], halves[2] = {};
-    store(lanes, sums_at(at));
-    for (int i = 0; i < 8; i++) halves[i / 4] += lanes[i];
-    if (unit == 16) *out++ = halves[0], *out++ = halves[1];
-    else *out++ = halves[0] + halves[1];
-  }
-#else
+// Sums of products for each `unit` of n bytes.
+void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_t n, int64_t unit, int32_t* out) {
   for (int64_t at = 0; at < n; at += unit) {
     int32_t sum = 0;
-    for (int64_t i = at; i < at + unit; i++) sum += (small ? bytes[i] : (int8_t)bytes[i]) * q[i];
+    if (as.negative) {
+      for (int64_t i = at; i < at + unit; i++) sum += (int8_t)bytes[i] * q[i];
+    } else {
+      for (int64_t i = at; i < at + unit; i++) sum += bytes[i] * q[i];
+    }
     *out++ = sum;
   }
-#endif
 }
 
 // lane[u mod 8] += sum · scale · scale of x, and += minimum · …, units ascending; then pairwise.
 template <Shift how>
-float sum_of_units(const int32_t* sums, int zero, const float* scale, const float* shift, const float* x_scale,
-                   const int32_t* x_sum, int64_t units) {
+float sum_of_units(const int32_t* sums, float zero, const float* scale, const float* shift, const float* x_scale,
+                   const float* x_sum, int64_t units) {
   vw lane[kUnitLanes / W] = {};
   for (int64_t u = 0; u < units; u += kUnitLanes) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kUnitLanes / W; k++) {
       const int64_t at = u + k * W;
-      const wi of_x = load<wi>(x_sum + at);
-      const vw by = load<vw>(x_scale + at);
-      wi zeros = zero - wi{};
-      if (how == Shift::Zero) zeros += __builtin_convertvector(load<vw>(shift + at), wi);
-      const wi whole = load<wi>(sums + at) - of_x * zeros;
-      lane[k] += unfused(__builtin_convertvector(whole, vw) * (load<vw>(scale + at) * by));
+      const vw of_x = load<vw>(x_sum + at), by = load<vw>(x_scale + at);
+      vw zeros = zero - vw{};
+      if (how == Shift::Zero) zeros += load<vw>(shift + at);
+      const vw whole = __builtin_convertvector(load<wi>(sums + at), vw) - of_x * zeros;
+      lane[k] += unfused(whole * (load<vw>(scale + at) * by));
       if (how != Shift::Minimum) continue;
-      lane[k] += unfused(__builtin_convertvector(of_x, vw) * (load<vw>(shift + at) * by));
+      lane[k] += unfused(of_x * (load<vw>(shift + at) * by));
     }
   }
   float all[kUnitLanes];
@@ -331,69 +412,93 @@ float sum_of_units(const int32_t* sums, int zero, const float* scale, const floa
 // ---- many tokens: outputs side by side in lanes, so that no sum crosses them
 
 constexpr int64_t kMany = kTokens;  // for which a block is worth it
-constexpr int64_t kOutputs = 16;    // of a block
 
-// The bytes of each four numbers of the sum, as turn_rows has them, and scales and shifts of each unit,
+// Lanes of kOutputs outputs for each two or four numbers of the sum, and scales and shifts of each unit,
 // `apart` from each other.
 struct IntegerBlock {
-  const uint8_t* bytes;
+  const int32_t* lanes;
   const float *scale, *shift;
   int64_t apart, n, unit;
-  int zero;
 };
 
-// out[t · kOutputs · kUnitLanes + i] for up to kIntegerTokens tokens; what is behind is scratch.
-template <bool small, Shift how>
-void multiply_block(const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
-  constexpr int64_t all = kOutputs * kUnitLanes;
-  const bool sixteen = b.unit == 16;
-  const int8_t* q[kIntegerTokens + 1];
-  const float* x_scale[kIntegerTokens];
-  const int32_t* x_sum[kIntegerTokens];
-  for (int64_t t = 0; t < tokens; t++) {
-    const Quantized to(x[t], b.n);
-    q[t] = q[t + 1] = to.q, x_scale[t] = to.scale[sixteen], x_sum[t] = to.sum[sixteen];
-  }
-  memset(out, 0, tokens * all * sizeof *out);
-  for (int64_t u = 0; u < b.n / b.unit; u++) {
-    const uint8_t* bytes = b.bytes + u * b.unit * kOutputs;
-    vw scale[2], shift[2] = {};
-    wi zeros[2];
-    for (int k = 0; k < 2; k++) {
-      scale[k] = load<vw>(b.scale + u * b.apart + 8 * k), zeros[k] = b.zero - wi{};
-      if (how != Shift::None) shift[k] = load<vw>(b.shift + u * b.apart + 8 * k);
-      if (how == Shift::Zero) zeros[k] += __builtin_convertvector(shift[k], wi);
+
+// T tokens of a unit, whose numbers are q: sums, of each eight outputs.
+template <class K, int T>
+INLINE void unit_of_block(const int32_t* lanes, int64_t unit, const int32_t* const* q, v32 (&sums)[T][2]) {
+  constexpr bool small = !K::words && K::sums && !kOneInstruction;
+  v32 open[T][2] = {};  // of words, where products fit
+  for (int t = 0; t < T; t++) sums[t][0] = sums[t][1] = v32{};
+  const auto close = [&] {
+    for (int t = 0; t < T; t++) {
+      for (int k = 0; k < 2; k++) {
+        sums[t][k] = _mm256_add_epi32(sums[t][k], _mm256_madd_epi16(open[t][k], ones())), open[t][k] = v32{};
+      }
     }
-    for (int64_t first = 0; first < tokens; first += 2) {  // of an odd one the last is there twice
-      v32 sums[2][2] = {};
-      for (int64_t i = 0; i < b.unit; i += 8) {
-        v32 factors[2][2];
-        for (int t = 0; t < 2; t++) {
-          int32_t four[2];
-          memcpy(four, q[first + t] + u * b.unit + i, sizeof four);
-          factors[t][0] = _mm256_set1_epi32(four[0]), factors[t][1] = _mm256_set1_epi32(four[1]);
-        }
+  };
+  constexpr int most = K::sums ? K::sums : 1, steps = 16 / K::depth;
+  for (int64_t d = 0; d < unit / K::depth; d += steps, lanes += steps * kOutputs) {
+#pragma GCC unroll 8
+    for (int i = 0; i < steps; i++) {
+      const v32 codes[] = {load<v32>(lanes + i * kOutputs), load<v32>(lanes + i * kOutputs + 8)};
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        const v32 factors = _mm256_set1_epi32(q[t][d + i]);
+#pragma GCC unroll 2
         for (int k = 0; k < 2; k++) {
-          const uint8_t* mine = bytes + i * kOutputs + 32 * k;
-          const v32 both[] = {load<v32>(mine), load<v32>(mine + 4 * kOutputs)};
-          for (int t = 0; t < 2; t++) sums[t][k] = add_products<small>(sums[t][k], both, factors[t]);
+          if (small) open[t][k] = unfused(_mm256_add_epi16(open[t][k], _mm256_maddubs_epi16(codes[k], factors)));
+          else sums[t][k] = unfused(add_products<K>(sums[t][k], codes[k], factors));
         }
       }
-      for (int64_t t = first; t < least(first + 2, tokens); t++) {
-        const v32(&mine)[2] = sums[t - first];
-        const wi whole[] = {(wi)_mm256_permute2x128_si256(mine[0], mine[1], 0x20),
-                            (wi)_mm256_permute2x128_si256(mine[0], mine[1], 0x31)};
-        const float by = x_scale[t][u];
-        const int32_t of_x = x_sum[t][u];
-        float* lane = out + t * all + u % kUnitLanes * kOutputs;
+      if (small && K::sums < 8 && i % most == most - 1) close();
+    }
+  }
+  if (small && K::sums == 8) close();
+}
+
+// out[t · kOutputs · kUnitLanes + i] for up to kBlockTokens tokens, with room for an even number.
+template <class K, bool minimum>
+void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+  constexpr int64_t all = kOutputs * kUnitLanes;
+  const bool sixteen = b.unit == 16;
+  const int32_t* q[kBlockTokens + 1];
+  const float *x_scale[kBlockTokens + 1], *x_sum[kBlockTokens + 1];
+  for (int64_t t = 0; t < tokens + tokens % 2; t++) {  // of an odd number the last one is there twice
+    const Quantized to(x[least(t, tokens - 1)], b.n);
+    q[t] = K::words ? (const int32_t*)to.words : (const int32_t*)to.q;
+    x_scale[t] = to.scale[sixteen], x_sum[t] = to.sum[sixteen];
+  }
+  memset(out, 0, (tokens + tokens % 2) * all * sizeof *out);
+  for (int64_t u = 0; u < b.n / b.unit; u++) {
+    const int32_t* lanes = b.lanes + u * b.unit / K::depth * kOutputs;
+    vw scale[2], shift[2] = {}, zeros[2];
+    for (int k = 0; k < 2; k++) {
+      scale[k] = load<vw>(b.scale + u * b.apart + 8 * k), zeros[k] = as.zero - vw{};
+      if (as.shift != Shift::None) shift[k] = load<vw>(b.shift + u * b.apart + 8 * k);
+      if (as.shift == Shift::Zero) zeros[k] += shift[k];
+    }
+    const auto add = [&](int64_t t, auto count) {
+      constexpr int T = decltype(count)::value;
+      const int32_t* mine[T];
+      for (int i = 0; i < T; i++) mine[i] = q[t + i] + u * b.unit / K::depth;
+      v32 sums[T][2];
+      unit_of_block<K, T>(lanes, b.unit, mine, sums);
+#pragma GCC unroll 4
+      for (int i = 0; i < T; i++) {
+        const float by = x_scale[t + i][u], of_x = x_sum[t + i][u];
+        float* lane = out + (t + i) * all + u % kUnitLanes * kOutputs;
+#pragma GCC unroll 2
         for (int k = 0; k < 2; k++) {
           vw total = load<vw>(lane + 8 * k);
-          total += unfused(__builtin_convertvector(whole[k] - of_x * zeros[k], vw) * (scale[k] * by));
-          if (how == Shift::Minimum) total += unfused((float)of_x * (shift[k] * by));
+          const vw whole = __builtin_convertvector((wi)sums[i][k], vw) - of_x * zeros[k];
+          total += unfused(whole * (scale[k] * by));
+          if (minimum) total += unfused(of_x * (shift[k] * by));
           store(lane + 8 * k, total);
         }
       }
-    }
+    };
+    int64_t t = 0;
+    for (; t + 4 <= tokens; t += 4) add(t, Constant<int, 4>());
+    for (; t < tokens; t += 2) add(t, Constant<int, 2>());
   }
   for (int64_t t = 0; t < tokens; t++, out += all) {
     for (int64_t half = all / 2; half >= kOutputs; half /= 2) {
@@ -402,148 +507,235 @@ void multiply_block(const IntegerBlock& b, const float* const* x, int64_t tokens
   }
 }
 
+template <class K>
 void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
-  const auto with = [&](auto small) {
-    constexpr bool is = decltype(small)::value;
-    if (as.shift == Shift::None) return multiply_block<is, Shift::None>(b, x, tokens, out);
-    if (as.shift == Shift::Zero) return multiply_block<is, Shift::Zero>(b, x, tokens, out);
-    multiply_block<is, Shift::Minimum>(b, x, tokens, out);
-  };
-  if (as.small) with(Constant<bool, true>());
-  else with(Constant<bool, false>());
+  if constexpr (!K::listed && !K::words) {  // others have no minimums
+    if (as.shift == Shift::Minimum) return multiply_block<K, true>(as, b, x, tokens, out);
+  }
+  multiply_block<K, false>(as, b, x, tokens, out);
 }
 
-// 16 rows of n bytes, `apart` from each other, as a block has them.
-void turn_bytes(const uint8_t* rows, int64_t apart, int64_t n, uint8_t* out) {
-  for (int64_t at = 0; at < n; at += 16, out += 16 * kOutputs) {
+// Lane i of eight vectors, in vector i.
+INLINE void turn(v32 (&v)[8]) {
+  v32 two[8], four[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    two[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), two[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 2
     for (int k = 0; k < 2; k++) {
-      v32 row[4];
-      for (int i = 0; i < 4; i++) {
-        const uint8_t* mine = rows + (4 * k + i) * apart + at;
-        row[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(mine)), load<__m128i>(mine + 8 * apart), 1);
-      }
-      const v32 even[] = {_mm256_unpacklo_epi32(row[0], row[1]), _mm256_unpacklo_epi32(row[2], row[3])};
-      const v32 odd[] = {_mm256_unpackhi_epi32(row[0], row[1]), _mm256_unpackhi_epi32(row[2], row[3])};
-      store(out + 32 * k, _mm256_unpacklo_epi64(even[0], even[1]));
-      store(out + 32 * k + 64, _mm256_unpackhi_epi64(even[0], even[1]));
-      store(out + 32 * k + 128, _mm256_unpacklo_epi64(odd[0], odd[1]));
-      store(out + 32 * k + 192, _mm256_unpackhi_epi64(odd[0], odd[1]));
+      four[i + 2 * k] = _mm256_unpacklo_epi64(two[i + k], two[i + 2 + k]);
+      four[i + 2 * k + 1] = _mm256_unpackhi_epi64(two[i + k], two[i + 2 + k]);
     }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2x128_si256(four[i], four[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2x128_si256(four[i], four[i + 4], 0x31);
+  }
+}
+
+// Eight rows as a block has them.
+template <class K>
+void turn_codes(const Integers& as, const IntegerRow* rows, int32_t* out) {
+  const int64_t size = rows->n / K::planes;
+  const v32 table = listed(as);
+  int64_t high_at = 0, multiple = 0;
+  Place place(as.highs, 0);
+  for (int64_t at = 0; at < size; at += 16, high_at += 16) {
+    if (K::highs && high_at == rows->high_size) high_at = 0, place = Place(as.highs, ++multiple);
+    v32 codes[K::fields][8];
+    for (int r = 0; r < 8; r++) {
+      const v32 elements = load<v32>(rows[r].codes + at);
+      const v32 highs = K::highs ? lower_then_upper(load<v32>(rows[r].highs + high_at)) : v32{};
+      v32 fields[K::fields];
+      fields_of<K>(K::words ? elements : lower_then_upper(elements), highs, place, table, fields);
+      for (int f = 0; f < K::fields; f++) codes[f][r] = fields[f];
+    }
+    for (int f = 0; f < K::fields; f++) {
+      turn(codes[f]);
+      for (int i = 0; i < 8; i++) {
+        const int64_t plane = K::words || i % 4 < 2 ? f : f + K::fields, lane = K::words ? i : i / 4 * 2 + i % 2;
+        store(out + ((plane * size + at) / K::depth + lane) * kOutputs, codes[f][i]);
+      }
+    }
+  }
+}
+
+// Numbers of rows i to i + 8 of `rows` rows of n, the last one for those behind it, as a block has them.
+void turn_scales(const float* numbers, int64_t n, int64_t i, int64_t rows, float* out) {
+  for (int64_t u = 0; u < n; u += 8) {
+    v32 v[8];
+    for (int64_t j = 0; j < 8; j++) v[j] = load<v32>(numbers + least(i + j, rows - 1) * n + u);
+    turn(v);
+    for (int64_t j = 0; j < 8; j++) store(out + (u + j) * kOutputs, v[j]);
   }
 }
 #endif
 
 // ---- gate and up
 
-// Scales and shifts of a row's units, zeros behind them. raw: room for those of groups.
-void units_of(const Format& f, const uint16_t* record, int matrix, const Integers& as, int64_t row, float* scale,
-              float* shift, float* raw) {
+constexpr int64_t kScaledRows = 16;  // whose scales are widened at once
+
+// Scales and shifts of the units of rows, lanes_of(units) apart, zeros behind them. raw: room for those
+// of a row's groups.
+void units_of(const Format& f, const uint16_t* record, int matrix, const Integers& as, int64_t row, int64_t rows,
+              float* scale, float* shift, float* raw) {
   const Coding& c = f.matrix[matrix];
   const int64_t groups = (f.hidden + c.group - 1) / c.group, units = f.hidden / c.unit, each = c.group / c.unit;
-  const bool shifts = as.shift != Shift::None;
-  groups_of(f, record, matrix, row / c.across, 0, groups, each == 1 ? scale : raw, each == 1 ? shift : raw + groups);
-  for (int64_t u = 0; each > 1 && u < units; u++) {
-    scale[u] = raw[u / each];
-    if (shifts) shift[u] = raw[groups + u / each];
+  const int64_t apart = lanes_of(units);
+  if (each == 1 && c.across == 1 && units == apart && (!c.super || groups % c.super == 0)) {
+    groups_of(f, record, matrix, row, 0, rows * groups, scale, shift);
+    return times_factor(as, rows * groups, scale);
   }
-  for (int64_t u = 0; as.factor != 1 && u < units; u++) scale[u] *= as.factor;
-  for (int64_t u = units; u < lanes_of(units); u++) scale[u] = shift[u] = 0;
+  for (int64_t r = 0; r < rows; r++, scale += apart, shift += apart) {
+    groups_of(f, record, matrix, (row + r) / c.across, 0, groups, raw, raw + groups);
+    for (int64_t g = 0, u = 0; g < groups; g++) {
+      for (int64_t stop = least(u + each, units); u < stop; u++) scale[u] = raw[g], shift[u] = raw[groups + g];
+    }
+    times_factor(as, units, scale);
+    for (int64_t u = units; u < apart; u++) scale[u] = shift[u] = 0;
+  }
 }
 
-constexpr int64_t kRowsAhead = 4;
+constexpr int64_t kRowsAhead = 2, kDownAhead = 12, kBlockAhead = 24;  // rows that are asked for
 
-// A row of gate or up.
-void row_integers(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row,
-                  uint8_t* out) {
+IntegerRow row_at(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row) {
   const int64_t n = f.hidden, size = n * as.bits / 16, high_size = n * as.highs / 16;
-  const uint16_t *codes = record + c.codes * n + row * size, *highs = record + c.highs * n + row * high_size;
-#ifdef __AVX2__
-  const bool by_vectors = size >= 32, highs_too = high_size >= 32;
-  if (by_vectors) {
-    with_bytes(as, [&](auto bits, auto list) {
-      row_bytes<bits.value, list.value>(as, codes, n, codes + kRowsAhead * size, out);
-    });
-  }
-  if (highs_too) (as.highs == 1 ? row_highs<1> : row_highs<2>)(highs, n, out);
-#else
-  constexpr bool by_vectors = false, highs_too = false;
-#endif
-  for (int64_t p = 0; !by_vectors && p < 16 / as.bits; p++) bytes_of(as, codes, p, size, out + p * size);
-  if (!as.highs || highs_too) return;
-  for (int64_t p = 0; p < 16 / as.highs; p++) add_highs(as, highs, p, high_size, out + p * high_size);
+  const uint16_t* codes = record + c.codes * n + row * size;
+  return {codes, record + c.highs * n + row * high_size, n, high_size, codes + kRowsAhead * size};
 }
 
 void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                   const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch) {
   const Coding& c = f.matrix[matrix];
   const Integers as = integers_of(c.kind);
-  const int64_t n = f.hidden, units = n / c.unit, room = lanes_of(n / 16) + 8;
-  int32_t* sums = (int32_t*)scratch;
-  float *scale = scratch + room, *shift = scale + room, *raw = shift + room;
-  uint8_t* bytes = (uint8_t*)(raw + 2 * room);
-#ifdef __AVX2__
-  if (tokens >= kMany) {
-    uint8_t *own = (uint8_t*)(scratch + n + 128), *block = own + kOutputs * n;
-    float *scales = (float*)(block + kOutputs * n), *shifts = scales + units * kOutputs, *out = shifts + units * kOutputs;
-    for (int64_t r = 0; r < rows; r += kOutputs) {
-      for (int64_t i = 0; i < kOutputs; i++) {
-        const int64_t row = first + least(r + i, rows - 1);
-        units_of(f, record, matrix, as, row, scale, shift, raw);
-        row_integers(f, record, c, as, row, own + i * n);
-        for (int64_t u = 0; u < units; u++) scales[u * kOutputs + i] = scale[u], shifts[u * kOutputs + i] = shift[u];
-      }
-      turn_bytes(own, n, n, block);
-      const IntegerBlock all = {block, scales, shifts, kOutputs, n, c.unit, as.zero};
-      for (int64_t t0 = 0; t0 < tokens; t0 += kIntegerTokens) {
-        const int64_t count = least(kIntegerTokens, tokens - t0);
-        multiply_block(as, all, x + t0, count, out);
-        for (int64_t t = 0; t < count; t++) {
-          for (int64_t i = 0; i < least(kOutputs, rows - r); i++) y[(t0 + t) * stride + r + i] = out[t * kOutputs * kUnitLanes + i];
-        }
-      }
-    }
-    return;
-  }
-#endif
+  const int64_t n = f.hidden, size = n * as.bits / 16, high_size = n * as.highs / 16;
+  const int64_t units = n / c.unit, apart = lanes_of(units), room = lanes_of(n / 16) + 8;
   const bool sixteen = c.unit == 16;
-  const auto multiply = as.small ? sixteen ? unit_sums<true, 16> : unit_sums<true, 32>
-                                 : sixteen ? unit_sums<false, 16> : unit_sums<false, 32>;
+  float *scale = scratch, *shift = scale + kScaledRows * room, *raw = shift + kScaledRows * room;
+  int32_t* sums = (int32_t*)(raw + 2 * room);
   const auto add = as.shift == Shift::None ? sum_of_units<Shift::None>
                    : as.shift == Shift::Zero ? sum_of_units<Shift::Zero> : sum_of_units<Shift::Minimum>;
-  for (int64_t r = 0; r < rows; r++) {
-    units_of(f, record, matrix, as, first + r, scale, shift, raw);
-    row_integers(f, record, c, as, first + r, bytes);
-    for (int64_t t = 0; t < tokens; t++) {
-      const Quantized to(x[t], n);
-      multiply(bytes, to.q, n, sums);
-      y[t * stride + r] = add(sums, as.zero, scale, shift, to.scale[sixteen], to.sum[sixteen], units);
+  // sum(row): to `sums`, of all tokens.
+  const auto rows_one_by_one = [&](auto sum) {
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t i = r % kScaledRows * apart;
+      if (!i) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
+      sum(row_at(f, record, c, as, first + r));
+      for (int64_t t = 0; t < tokens; t++) {
+        const Quantized to(x[t], n);
+        y[t * stride + r] = add(sums + t * room, as.zero, scale + i, shift + i, to.scale[sixteen], to.sum[sixteen], units);
+      }
     }
+  };
+#ifdef __AVX2__
+  if (size % 16 == 0 && high_size % 16 == 0) {
+    const bool whole = !sixteen && size % 32 == 0 && high_size % 32 == 0;
+    return with_kind(as, [&](auto kind) {
+      using K = decltype(kind);
+      if (tokens < kMany) {
+        const void* numbers[kTokens];
+        int8_t* ordered = (int8_t*)(sums + tokens * room);
+        for (int64_t t = 0; t < tokens; t++, ordered += n) {
+          const Quantized to(x[t], n);
+          numbers[t] = K::words ? (const void*)to.words : ordered;
+          if constexpr (!K::words) order_numbers<K>(to.q, n, ordered);
+        }
+        return rows_one_by_one([&](const IntegerRow& row) {
+          (whole ? row_sums<K, 32> : row_sums<K, 16>)(as, row, numbers, tokens, room, sums);
+          for (int64_t t = 0; t < tokens && !sixteen && !whole; t++) {
+            int32_t* mine = sums + t * room;
+            for (int64_t u = 0; u < units; u++) mine[u] = mine[2 * u] + mine[2 * u + 1];
+          }
+        });
+      }
+      float *scales = (float*)sums, *shifts = scales + apart * kOutputs, *out = shifts + apart * kOutputs;
+      int32_t* lanes = (int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes);
+      for (int64_t r = 0; r < rows; r += kOutputs) {
+        const int64_t mine = least(kOutputs, rows - r);
+        units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
+        for (int64_t i = 0; i < kOutputs; i += 8) {
+          IntegerRow eight[8];
+          for (int64_t j = 0; j < 8; j++) eight[j] = row_at(f, record, c, as, first + r + least(i + j, mine - 1));
+          turn_codes<K>(as, eight, lanes + i);
+          turn_scales(scale, apart, i, mine, scales + i);
+          if (as.shift != Shift::None) turn_scales(shift, apart, i, mine, shifts + i);
+        }
+        const IntegerBlock block = {lanes, scales, shifts, kOutputs, n, c.unit};
+        for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens) {
+          const int64_t count = least(kBlockTokens, tokens - t0);
+          multiply_block<K>(as, block, x + t0, count, out);
+          for (int64_t t = 0; t < count; t++) memcpy(y + (t0 + t) * stride + r, out + t * kOutputs * kUnitLanes, mine * sizeof *y);
+        }
+      }
+    });
   }
+#endif
+  uint8_t* bytes = (uint8_t*)(sums + tokens * room);
+  rows_one_by_one([&](const IntegerRow& row) {
+    for (int64_t p = 0; p < 16 / as.bits; p++) bytes_of(as, row.codes, p, size, bytes + p * size);
+    for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) add_highs(as, row.highs, p, high_size, bytes + p * high_size);
+    for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, sums + t * room);
+  });
 }
 
 // ---- down^T: lanes are columns
 
 #ifdef __AVX2__
-constexpr int64_t kTileColumns = 32;  // whole lines of memory
-constexpr int64_t kMostTileRows = 32;     // at most
-
-// Sums of products for `rows` rows of a plane of a tile and each of its columns.
-template <bool small>
-void tile_sums(const uint8_t* bytes, const int8_t* q, int64_t rows, int32_t* out) {
-  v32 sums[4] = {};
-  for (int64_t i = 0; i < rows; i += 8, bytes += 8 * kTileColumns) {
-    int32_t four[2];
-    memcpy(four, q + i, sizeof four);
-    const v32 factors[] = {_mm256_set1_epi32(four[0]), _mm256_set1_epi32(four[1])};
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-      const v32 both[] = {load<v32>(bytes + 32 * k), load<v32>(bytes + 32 * (k + 4))};
-      sums[k] = add_products<small>(sums[k], both, factors);
+// Sums of products of `step` rows of each plane and n columns, a multiple of 16: to out[t · planes + p],
+// `apart` from each other. What lies `ahead` is asked for meanwhile.
+template <class K>
+void band_sums(const Integers& as, DownRows rows, const Place& place, int64_t step, int64_t n, int64_t ahead,
+               const Quantized* h, int64_t row, int64_t size, int64_t tokens, int32_t* const* out) {
+  constexpr bool open = K::sums == 8 && !K::words;  // sums of a band fit into words
+  alignas(32) v32 sums[kTokens * K::planes][kIntegerColumns / 16][2];
+  const v32 table = listed(as);
+  for (int64_t i = 0; i < step; i += 4, rows.codes += 4 * rows.apart, rows.highs += 4 * rows.apart) {
+    v32 factors[kTokens][kTurned<K>];
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int p = 0; p < K::planes; p++) {
+        const int64_t at = p * size + row + i;
+        int32_t four[2] = {};
+        if (K::words) {
+          memcpy(four, h[t].words + at, sizeof four);
+          factors[t][p] = _mm256_set1_epi32(four[0]), factors[t][kTurned<K> / 2 + p] = _mm256_set1_epi32(four[1]);
+        } else {
+          memcpy(four, h[t].q + at, sizeof *four);
+          factors[t][p] = _mm256_set1_epi32(four[0]);
+        }
+      }
+    }
+    for (int64_t at = 0; at < n; at += 16) {
+      if (at % 32 == 0) {
+        for (int64_t k = 0; k < 4; k++) soon(rows.codes + ahead + k * rows.apart + at);
+      }
+      v32 codes[kTurned<K>][2];
+      turned<K>({rows.codes + at, rows.highs + at, rows.apart}, place, table, codes);
+      for (int64_t t = 0; t < tokens; t++) {
+#pragma GCC unroll 8
+        for (int p = 0; p < K::planes; p++) {
+          v32(&mine)[2] = sums[t * K::planes + p][at / 16];
+#pragma GCC unroll 2
+          for (int k = 0; k < 2; k++) {
+            const v32 before = i ? mine[k] : v32{}, one = codes[p][k], by = factors[t][p];
+            if (open) mine[k] = _mm256_add_epi16(before, _mm256_maddubs_epi16(one, by));
+            else mine[k] = add_products<K>(before, one, by);
+            if (K::words) mine[k] = add_products<K>(mine[k], codes[K::planes + p][k], factors[t][K::planes + p]);
+          }
+        }
+      }
     }
   }
-  for (int k = 0; k < 4; k += 2) {
-    store(out + 8 * k, _mm256_permute2x128_si256(sums[k], sums[k + 1], 0x20));
-    store(out + 8 * k + 8, _mm256_permute2x128_si256(sums[k], sums[k + 1], 0x31));
+  for (int64_t j = 0; j < tokens * K::planes; j++) {
+    for (int64_t at = 0; at < n; at += 16) {
+      v32(&mine)[2] = sums[j][at / 16];
+      for (int k = 0; open && k < 2; k++) mine[k] = _mm256_madd_epi16(mine[k], ones());
+      in_order(mine);
+      store(out[j] + at, mine[0]), store(out[j] + at + 8, mine[1]);
+    }
   }
 }
 #endif
@@ -557,53 +749,40 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
   const int64_t width = f.width, size = (width + planes - 1) / planes, high_size = (width + high_planes - 1) / high_planes;
   const int64_t steps = width / step;
   const uint16_t *codes = record + c.codes * apart + column, *highs = record + c.highs * apart + column;
+  int64_t done = 0;  // columns
 #ifdef __AVX2__
   const bool whole = width % planes == 0 && size % step == 0, high = width % high_planes == 0 && high_size % step == 0;
-  if (n % kTileColumns == 0 && whole && (!as.highs || high)) {
-    alignas(32) uint8_t tile[8 * kMostTileRows * kTileColumns];
-    for (int64_t row = 0; row < size; row += step) {
-      // The next rows of these columns, or the first ones of those behind them.
-      const uint16_t* later = codes + (row + step < size ? (row + step) * apart : n);
-      for (int64_t at = 0; at < n; at += kTileColumns) {
-        for (int64_t i = 0; i < step; i++) soon(later + i * apart + at);
-        for (int64_t half = 0; half < 2; half++) {
-          const int64_t mine = at + 16 * half;
-          const auto to = [&](int64_t plane) {
-            return Turned{tile + plane * step * kTileColumns + 64 * half, step * kTileColumns, 4 * kTileColumns};
-          };
-          with_bytes(as, [&](auto bits, auto list) {
-            turned_bytes<bits.value, list.value>(as, codes + row * apart + mine, apart, step, to(0));
-          });
-          for (int64_t p = 0; as.highs && p < planes; p++) {
-            const int64_t r = row + p * size;
-            turned_highs(as, highs + r % high_size * apart + mine, apart, r / high_size, step, to(p));
-          }
+  if (whole && (!as.highs || high)) {
+    done = n / 16 * 16;
+    Quantized to[kTokens] = {{h[0], width}, {h[least(1, tokens - 1)], width}, {h[least(2, tokens - 1)], width}, {h[tokens - 1], width}};
+    with_kind(as, [&](auto kind) {
+      using K = decltype(kind);
+      for (int64_t row = 0; row < size; row += step) {
+        int32_t* own[kTokens * K::planes];
+        for (int64_t j = 0; j < tokens * planes; j++) {
+          own[j] = out + (j / planes * steps + (j % planes * size + row) / step) * room;
         }
-        for (int64_t p = 0; p < planes; p++) {
-          const int64_t mine = row + p * size;
-          for (int64_t t = 0; t < tokens; t++) {
-            const int8_t* q = Quantized(h[t], width).q + mine;
-            (as.small ? tile_sums<true> : tile_sums<false>)(tile + p * step * kTileColumns, q, step,
-                                                            out + (t * steps + mine / step) * room + at);
-          }
-        }
+        const int64_t high_row = as.highs ? row % high_size : 0;
+        const Place place(as.highs, as.highs ? row / high_size : 0);
+        const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
+        band_sums<K>(as, rows, place, step, done, kDownAhead * apart, to, row, size, tokens, own);
       }
-    }
-    return;
+    });
   }
 #endif
-  memset(out, 0, tokens * steps * room * sizeof *out);
+  if (done == n) return;
   uint8_t bytes[kIntegerColumns];
+  for (int64_t j = 0; j < tokens * steps; j++) memset(out + j * room + done, 0, (n - done) * sizeof *out);
   for (int64_t r = 0; r < width; r++) {
-    bytes_of(as, codes + r % size * apart, r / size, n, bytes);
-    if (as.highs) add_highs(as, highs + r % high_size * apart, r / high_size, n, bytes);
+    bytes_of(as, codes + r % size * apart + done, r / size, n - done, bytes);
+    if (as.highs) add_highs(as, highs + r % high_size * apart + done, r / high_size, n - done, bytes);
     for (int64_t t = 0; t < tokens; t++) {
       const int32_t q = Quantized(h[t], width).q[r];
-      int32_t* mine = out + (t * steps + r / step) * room;
-      if (as.small) {
-        for (int64_t i = 0; i < n; i++) mine[i] += bytes[i] * q;
+      int32_t* mine = out + (t * steps + r / step) * room + done;
+      if (as.negative) {
+        for (int64_t i = 0; i < n - done; i++) mine[i] += (int8_t)bytes[i] * q;
       } else {
-        for (int64_t i = 0; i < n; i++) mine[i] += (int8_t)bytes[i] * q;
+        for (int64_t i = 0; i < n - done; i++) mine[i] += bytes[i] * q;
       }
     }
   }
@@ -628,16 +807,17 @@ void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int
 // The terms of a unit of rows, onto their sum's lane of n columns. twice: another half of the unit's
 // sums, or null.
 template <Shift how>
-void add_unit(const int32_t* sums, const int32_t* twice, int zero, const float* scale, const float* shift, float by,
-              int32_t of_h, int64_t n, float* lane) {
+void add_unit(const int32_t* sums, const int32_t* twice, float zero, const float* scale, const float* shift, float by,
+              float of_h, int64_t n, float* lane) {
   for (int64_t i = 0; i < n; i += W) {
-    wi whole = load<wi>(sums + i);
-    if (twice) whole += load<wi>(twice + i);
-    if (how == Shift::Zero) whole -= of_h * (zero + __builtin_convertvector(load<vw>(shift + i), wi));
-    else whole -= of_h * zero;
+    wi all = load<wi>(sums + i);
+    if (twice) all += load<wi>(twice + i);
+    vw zeros = zero - vw{};
+    if (how == Shift::Zero) zeros += load<vw>(shift + i);
+    const vw whole = __builtin_convertvector(all, vw) - of_h * zeros;
     vw total = load<vw>(lane + i);
-    total += unfused(__builtin_convertvector(whole, vw) * (load<vw>(scale + i) * by));
-    if (how == Shift::Minimum) total += unfused((float)of_h * (load<vw>(shift + i) * by));
+    total += unfused(whole * (load<vw>(scale + i) * by));
+    if (how == Shift::Minimum) total += unfused(of_h * (load<vw>(shift + i) * by));
     store(lane + i, total);
   }
 }
@@ -658,7 +838,7 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
   for (int64_t u = 0; u < units; u++) {
     if (u * c.unit % c.group == 0) {
       column_scales(f, record, u * c.unit / c.group, column, n, scale, shift);
-      for (int64_t i = 0; as.factor != 1 && i < n; i++) scale[i] *= as.factor;
+      times_factor(as, n, scale);
     }
     for (int64_t t = 0; t < tokens; t++) {
       const Quantized to(h[t], f.width);
@@ -688,23 +868,45 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
   const Coding& c = f.matrix[DOWN];
   const int64_t width = f.width, units = width / c.unit, size = width * as.bits / 16, high_size = width * as.highs / 16;
   float *scales = scratch, *shifts = scales + units * n, *out = shifts + units * n;
-  uint8_t* bytes = (uint8_t*)(out + kIntegerTokens * kOutputs * kUnitLanes);
+  int32_t* lanes = (int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes);
   for (int64_t u = 0; u < units; u++) {
     float *scale = scales + u * n, *shift = shifts + u * n;
     column_scales(f, record, u * c.unit / c.group, column, n, scale, shift);
-    for (int64_t i = 0; as.factor != 1 && i < n; i++) scale[i] *= as.factor;
+    times_factor(as, n, scale);
   }
-  for (int64_t at = 0; at < n; at += kOutputs) {
-    const uint16_t *codes = record + c.codes * f.hidden + column + at, *highs = record + c.highs * f.hidden + column + at;
-    const auto to = [&](int64_t row) { return Turned{bytes + row * kOutputs, size * kOutputs, 4 * kOutputs}; };
-    with_bytes(as, [&](auto bits, auto list) {
-      turned_bytes<bits.value, list.value>(as, codes, f.hidden, size, to(0));
-    });
-    for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) turned_highs(as, highs, f.hidden, p, high_size, to(p * high_size));
-    const IntegerBlock block = {bytes, scales + at, shifts + at, n, width, c.unit, as.zero};
-    multiply_block(as, block, h, tokens, out);
-    for (int64_t t = 0; t < tokens; t++) memcpy(y[t] + at, out + t * kOutputs * kUnitLanes, kOutputs * sizeof *out);
-  }
+  const v32 table = listed(as);
+  with_kind(as, [&](auto kind) {
+    using K = decltype(kind);
+    const int64_t size_of_block = width / K::depth * kOutputs + 48;  // not in the same sets of the caches
+    // Whole lines of memory at once: rows lie so far apart that they would not stay for another pass.
+    for (int64_t at = 0; at < n; at += kBlocks * kOutputs) {
+      const int64_t blocks = least(kBlocks, (n - at) / kOutputs);
+      const uint16_t *codes = record + c.codes * f.hidden + column + at, *highs = record + c.highs * f.hidden + column + at;
+      for (int64_t row = 0; row < size; row += 4, codes += 4 * f.hidden) {
+        const int64_t high_row = as.highs ? row % high_size : 0;
+        const Place place(as.highs, as.highs ? row / high_size : 0);
+        for (int64_t k = 0; k < blocks; k++) {
+          for (int64_t i = 0; k % 2 == 0 && i < 4; i++) soon(codes + (kBlockAhead + i) * f.hidden + k * kOutputs);
+          v32 four[kTurned<K>][2];
+          turned<K>({codes + k * kOutputs, highs + high_row * f.hidden + k * kOutputs, f.hidden}, place, table, four);
+          for (int j = 0; j < kTurned<K>; j++) {
+            int32_t* mine = lanes + k * size_of_block + ((j % K::planes * size + row) / K::depth + j / K::planes) * kOutputs;
+            in_order(four[j]);
+            store(mine, four[j][0]), store(mine + 8, four[j][1]);
+          }
+        }
+      }
+      for (int64_t k = 0; k < blocks; k++) {
+        const int64_t mine = at + k * kOutputs;
+        const IntegerBlock block = {lanes + k * size_of_block, scales + mine, shifts + mine, n, width, c.unit};
+        for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens) {
+          const int64_t count = least(kBlockTokens, tokens - t0);
+          multiply_block<K>(as, block, h + t0, count, out);
+          for (int64_t t = 0; t < count; t++) memcpy(y[t0 + t] + mine, out + t * kOutputs * kUnitLanes, kOutputs * sizeof *out);
+        }
+      }
+    }
+  });
 }
 #endif
 

@@ -480,15 +480,31 @@ void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t p
     return;
   }
   supers += line * ((length + super - 1) / super);
-  for (int64_t at = first, end = first + n; at < end;) {
-    const int64_t stop = least(end, (at / super + 1) * super);
-    const float own = sign * scale_f16(supers[at / super]);
+  int64_t number = first / super, at = first;
+  for (const int64_t end = first + n; at < end; number++) {
+    const int64_t stop = least(end, (number + 1) * super);
+    const float own = sign * scale_f16(supers[number]);
     for (; at + 8 <= stop; at += 8) {
       for (int i = 0; i < 8; i++) x[at - first + i] *= own;
     }
     for (; at < stop; at++) x[at - first] *= own;
   }
 }
+
+#ifdef __AVX2__
+// The same of numbers that are bytes, as many times `super`, a multiple of 8.
+void supers_of(bool positive, const uint8_t* bytes, const uint16_t* supers, int64_t super, int64_t n, float sign,
+               float* out) {
+  for (int64_t at = 0; at < n; supers++) {
+    const __m256 own = _mm256_set1_ps(sign * scale_f16(*supers));
+    for (const int64_t stop = at + super; at < stop; at += 8) {
+      const __m128i some = _mm_loadl_epi64((const __m128i*)(bytes + at));
+      const __m256i numbers = positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some);
+      _mm256_storeu_ps(out + at, _mm256_mul_ps(_mm256_cvtepi32_ps(numbers), own));
+    }
+  }
+}
+#endif
 
 #if defined(__AVX512BF16__) && MOEJAX_LANES == 16
 // Whole vectors of bytes times the float16 that `super` of them share, 8 or 16: scales or, negative,
@@ -519,12 +535,26 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
   const Coding& c = f.matrix[matrix];
   const int64_t along = matrix == DOWN ? c.across : c.group;
   const int64_t length = (f.hidden + along - 1) / along, at = line * length + first;
-#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+#ifdef __AVX2__
   const bool bytes = c.scale == ScaleType::U8 || c.scale == ScaleType::I8;
-  const bool vectors = bytes && matrix != DOWN && (c.super == 8 || c.super == 16);
-  if (vectors && at % L == 0 && n % L == 0 && length % c.super == 0) {
+  const bool whole = bytes && c.super % 8 == 0 && matrix != DOWN && c.super && length % c.super == 0;
+#endif
+#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+  if (whole && c.super <= 16 && at % L == 0 && n % L == 0) {
     supers_of(c, record, f.hidden, false, at, n, scale);
     if (has_shifts(c.kind)) supers_of(c, record, f.hidden, true, at, n, shift);
+    return;
+  }
+#endif
+#ifdef __AVX2__
+  if (whole && at % c.super == 0 && n % c.super == 0) {
+    const auto read = [&](int64_t part, int64_t supers, float sign, float* out) {
+      const uint8_t* all = (const uint8_t*)(record + part * f.hidden) + at;
+      const uint16_t* mine = record + supers * f.hidden + at / c.super;
+      supers_of(c.scale == ScaleType::U8, all, mine, c.super, n, sign, out);
+    };
+    read(c.extra, c.supers, 1, scale);
+    if (has_shifts(c.kind)) read(c.shifts, c.min_supers, -1, shift);
     return;
   }
 #endif

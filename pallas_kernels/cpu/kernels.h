@@ -76,13 +76,21 @@ constexpr int64_t kIntegerTokens = 64;  // of one call of `integer_columns`, at 
 
 // Floats of n quantized numbers, and of scratch memory of products with them: for rows of D, and for n
 // columns of a matrix of I rows.
-static inline int64_t quantized_size(int64_t n) { return n / 4 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8); }
+static inline int64_t quantized_size(int64_t n) {
+  return 3 * n / 4 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8);
+}
+constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
+// Products of many tokens: outputs of a block, blocks made at once, and tokens whose sums are open.
+constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
-  return hidden + 128 + (tokens < kTokens ? 0 : 10 * hidden + 16 * 8 * kIntegerTokens);
+  const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
+  const int64_t block = kOutputs * (hidden / 2 + 2 * units);
+  return (34 + tokens) * units + hidden + (tokens < kTokens ? 0 : block + open);
 }
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
-  const int64_t few = tokens < kTokens ? tokens : kTokens;
-  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + 4 * width + 16 * 8 * kIntegerTokens;
+  const int64_t few = tokens < kTokens ? tokens : kTokens, open = kBlockTokens * kOutputs * kUnitLanes;
+  const int64_t blocks = kBlocks * (kOutputs * width / 2 + 48);
+  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + (tokens < kTokens ? 0 : blocks + open);
 }
 constexpr int64_t kIntegerColumns = 256;  // of one call of `integer_columns`, as ops make it
 

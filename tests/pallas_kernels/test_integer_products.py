@@ -1,6 +1,7 @@
 """The arithmetic int8: one definition, by numpy, and its bits in every format, instruction set and
 number of rows."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -104,6 +105,31 @@ def test_native_products_have_the_bits_of_the_reference(version):
 def test_native_experts_have_the_bits_of_the_reference(version):
     for width in (320,) if FORMATS[version] else (256, 320, 96):
         check_experts(version, width)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "version",
+    ["q5_k", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("q8_0", "iq4_nl"))],
+)
+def test_columns_behind_whole_vectors_have_the_bits_of_the_reference(version):
+    """Only beside other gates, since those of integers need whole groups. Of an x with one number,
+    dense products have one order."""
+    spec = Spec(
+        20, "bfloat16", hidden=88, width=256, experts=2, versions=(f"dense+dense+{version}",)
+    )
+    case = experts.case(spec, 0)
+    case.x[:, 1:] = 0
+    for rows in (20, 3):
+        active = case.active
+        ids = np.where(np.arange(20)[:, None] < rows, case.ids, spec.experts)
+        some = dataclasses.replace(case, ids=ids.astype(np.int32))
+        found, wanted = (
+            experts.run(spec, name, some, active, activation="relu", arithmetic="int8")
+            for name in ("cpu", "xla")
+        )
+        same_bits(found, wanted)
+        assert np.abs(np.asarray(wanted)[: rows * spec.top_k, -8:]).max() > 0
 
 
 @NATIVE
