@@ -47,7 +47,7 @@ def draw(paper: str, out: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(c[n] or 0 for c in claims for n in ("paper", "here")))
     axes.set_xlabel("ratio; above 1: in favour of the paper")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     figure.savefig(out, metadata={"Date": None})
     plt.close(figure)
 
