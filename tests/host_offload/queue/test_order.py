@@ -40,6 +40,19 @@ def test_a_failed_chunk_is_the_last_to_begin():
     assert queue.submit(transfer(), (1,)) == 2
 
 
+def test_an_expert_comes_in_parts():
+    """Gate, up and down (PreScope's AsyncIO): no chunk has bytes of two, and a part is there before
+    the others are."""
+    queue = TransferQueue(4)
+    ticket = queue.submit(transfer(), (6, 3, 2))
+    chunks = [*iter(queue.next_chunk, None)]
+    expected = [(0, 0, 4), (0, 4, 2), (1, 6, 3), (2, 9, 2)]
+    assert [(each.part, each.first, each.bytes) for each in chunks] == expected
+    for chunk in chunks[:2]:
+        queue.end(chunk)
+    assert [queue.there(ticket, part) for part in range(3)] == [True, False, False]
+
+
 def test_what_has_no_bytes_is_refused():
     for parts in ((), (3, 0), (-1,)):
         with pytest.raises(QueueError, match="needs bytes in each part"):
