@@ -16,6 +16,7 @@ from host_offload.memory.arena import OutOfPages
 from host_offload.memory.kv_cache import Block
 from moejax.engine.drafts import Drafts
 from moejax.engine.loop import Engine
+from moejax.engine.sampling import sampling_of
 from moejax.engine.step_work import Step
 from moejax.requests.request import Request, Session
 from moejax.step.step_parts import empty_prefill
@@ -58,6 +59,7 @@ class _Sequence:
 class _Row(NamedTuple):
     """A row of a decode step of the layer."""
 
+    request: Request
     sequence: _Sequence
     position: int
     """In the sequence."""
@@ -67,8 +69,8 @@ class _Row(NamedTuple):
 
 
 class PredictedDrafts(Drafts):
-    """Drafts by the checkpoint's own layer, which reads the model's hidden states. The likeliest
-    token is drafted, also for requests that sample.
+    """Drafts by the checkpoint's own layer, which reads the model's hidden states. It draws by the
+    request's seed, as ModelDrafts does.
 
     Prompts are read in chunks as their hidden states come, the rest when a draft is asked for. A
     draft of several tokens reads the layer's own hidden states.
@@ -175,7 +177,7 @@ class PredictedDrafts(Drafts):
             start = sequence.first + 1
             for hidden in sequence.waiting:
                 token = int(tokens[start + sequence.done])
-                last[request] = _Row(sequence, sequence.done, token, hidden)
+                last[request] = _Row(request, sequence, sequence.done, token, hidden)
                 read.append(last[request])
                 sequence.done += 1
             sequence.waiting.clear()
@@ -185,7 +187,7 @@ class PredictedDrafts(Drafts):
             for request, (token, _) in gave.items():
                 drafts[request].append(token)
             last = {
-                request: _Row(row.sequence, row.position + 1, *gave[request])
+                request: _Row(request, row.sequence, row.position + 1, *gave[request])
                 for request, row in last.items()
                 if len(drafts[request]) < min(asked[request], share)
             }
@@ -193,8 +195,8 @@ class PredictedDrafts(Drafts):
         return drafts
 
     def _decode(self, rows: Sequence[_Row]) -> dict[_Sequence, tuple[int, np.ndarray]]:
-        """Computes rows, those of a sequence in order. Returns for each sequence the likeliest
-        token after its last row, and the hidden state that goes with it."""
+        """Computes rows, those of a sequence in order. Returns for each sequence the token that is
+        drawn after its last row, and the hidden state that goes with it."""
         runner, most = self._runner, self._runner.shapes.rows
         found: dict[_Sequence, tuple[int, np.ndarray]] = {}
         for first in range(0, len(rows), most):
@@ -205,7 +207,13 @@ class PredictedDrafts(Drafts):
             self._set_hidden(0, [row.hidden for row in batch])
             runner.tokens.place(tokens, positions >= 0)
             output = runner.decode(positions, self._tables([row.sequence for row in batch]))
-            chosen, hidden = output.read().tokens, self._own_hidden(output.hidden)
+            params = sampling_of([row.request for row in batch], most)
+            if params is not None:
+                drawn = np.zeros(most, np.int32)  # the model's positions of the tokens
+                drawn[: len(batch)] = [r.sequence.first + r.position + 2 for r in batch]
+                params = *params, drawn
+            chosen = np.asarray(runner.tokens.sample(output.logits, positions >= 0, params))
+            hidden = self._own_hidden(output.hidden)
             for i, row in enumerate(batch):
                 found[row.sequence] = int(chosen[i]), hidden[i]
         return found

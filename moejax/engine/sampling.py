@@ -226,6 +226,19 @@ class TokenSampler:
         )
 
 
+def sampling_of(requests: Sequence[Request], rows: int) -> tuple[np.ndarray, ...] | None:
+    """Returns what sampler.sample takes of so many rows, of which the first are the requests',
+    except positions; None if all requests are greedy."""
+    if all(request.params.temperature < GREEDY_BELOW for request in requests):
+        return None
+    values, arrays = [_values(request) for request in requests], []
+    for name in _SAMPLING:
+        kind, other = _PARAMETERS[name]
+        arrays.append(np.full(rows, other, kind))
+        arrays[-1][: len(values)] = [each[name] for each in values]
+    return tuple(arrays)
+
+
 def has_penalties(params: SamplingParams) -> bool:
     """Whether tokens must be counted for these parameters."""
     return any(getattr(params, name) != _PARAMETERS[name][1] for name in _PENALTIES)
