@@ -118,6 +118,15 @@ def scores(
     return logits(arrays, pca, mark_experts(ids, arrays["output_bias"].size, weights), np)
 
 
+def halve(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A layer's arrays with matrices in float16: a step waits for their bytes, and PreScope's
+    networks have at most 2.8 MB (section 6.4)."""
+    return {
+        name: array.astype(np.float16, copy=False) if array.ndim == 2 else array
+        for name, array in arrays.items()
+    }
+
+
 # ---- training (section 4.2.2)
 
 
@@ -249,7 +258,8 @@ def fit(
         given = some.of(~left_out & known), some.of(left_out & known)
         if not all(len(part.ids) for part in given):
             return {}  # no request has a next token to learn from
-        return fit_layer(task, *given, trace.header.experts, np.random.default_rng(seed), say)
+        rng = np.random.default_rng(seed)
+        return halve(fit_layer(task, *given, trace.header.experts, rng, say))
 
     return Learned(training.fit_layers(trace, NAME, stride, fit_one, report, next_tokens=True))
 
@@ -307,8 +317,8 @@ def fit_layer(
 def tune_layer(
     arrays: Mapping[str, np.ndarray], some: Any, rate: float, iterations: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """A layer's arrays after a few more iterations on new samples, by AdamW at one rate. Principal
-    components and 1/f stay.
+    """A layer's arrays after a few more iterations on new samples, by AdamW at one rate, trained
+    ones in float32. Principal components and 1/f stay.
 
     - `some`: training.LayerSamples.
     """
@@ -316,7 +326,9 @@ def tune_layer(
 
     task = LayerTask("gate" in arrays, fixed_rate=rate)
     rows = task.rows_of(some, arrays)
-    weights: Any = {name: a for name, a in arrays.items() if name not in NOT_TRAINED}
+    weights: Any = {
+        name: a.astype(np.float32) for name, a in arrays.items() if name not in NOT_TRAINED
+    }
     rng = np.random.default_rng(seed)
     state = task.optimizer(1).init(weights)
     for _ in range(iterations):

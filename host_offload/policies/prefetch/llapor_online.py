@@ -12,7 +12,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Observation, Spec
 from host_offload.policies.prefetch import llapor
 from host_offload.policies.prefetch.fitted import of_layer
-from host_offload.policies.prefetch.llapor import Learned, tune_layer
+from host_offload.policies.prefetch.llapor import Learned, halve, tune_layer
 from host_offload.policies.prefetch.next_layers import Predicted, finite
 
 NAME = llapor.NAME
@@ -38,10 +38,12 @@ class Tuner:
         self.rounds = 0
         """Rounds whose networks came into use."""
         self._policy, self._layers = policy, layers
+        self._trained: Mapping[str, np.ndarray] = self.arrays
+        """The arrays in use, in float32 once they learned."""
         self._step: list[SeenRows] = []
         self._kept: list[list[SeenRows]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llapor")
-        self._running: Future[dict[str, np.ndarray]] | None = None
+        self._running: Future[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] | None = None
 
     def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
         """A layer's arrays in use; empty without any."""
@@ -65,13 +67,13 @@ class Tuner:
         self._kept = self._kept[-1 - int(np.searchsorted(rows, self._policy.rows)) :]
         if self._running is None:
             kept, self._kept = self._kept, []
-            self._running = self._thread.submit(self._round, kept, self.arrays, self.rounds)
+            self._running = self._thread.submit(self._round, kept, self._trained, self.rounds)
 
     def swap(self) -> None:
         """Takes the networks of a round that has ended, without waiting. Raises what the round
         raised."""
         if self._running is not None and self._running.done():
-            self.arrays, self._running = self._running.result(), None
+            (self._trained, self.arrays), self._running = self._running.result(), None
             self.rounds += 1
 
     def wait(self) -> None:
@@ -81,7 +83,8 @@ class Tuner:
 
     def _round(
         self, kept: list[list[SeenRows]], arrays: Mapping[str, np.ndarray], seed: int
-    ) -> dict[str, np.ndarray]:
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Arrays that learned, and those to use."""
         # Only learning loads Optax, not looking up a policy's name.
         from host_offload.policies.prefetch.training import LayerSamples, next_tokens
 
@@ -102,7 +105,7 @@ class Tuner:
             some = some._replace(weights=some.weights.astype(np.float32))
             new = tune_layer(own, some, self._policy.rate, self._policy.iterations, seed)
             found |= {f"{layer}.{name}": array for name, array in new.items()}
-        return found
+        return found, halve(found)
 
 
 class Learning(NamedTuple):

@@ -19,6 +19,9 @@ _T = TypeVar("_T")
 ON_THIS_THREAD = 1 << 18
 """Most multiplications of a product of matrices that OpenBLAS does not give to several threads."""
 
+HALVES_TO_WIDEN = 32
+"""More rows are multiplied by float16 weights that were widened first."""
+
 FOR_SEVERAL = 1 << 25
 """Multiplications that take so long that several threads are quicker."""
 
@@ -27,8 +30,12 @@ def multiply_rows(rows: Any, weights: Any) -> Any:
     """The product of rows [N, D] and weights [D, E]. numpy's BLAS gives even one row to several
     threads, and their waking up took milliseconds beside a step, 300 ms for a prompt of 64 tokens
     on a busy machine. So few rows are the native library's, and more are multiplied in parts that
-    stay on this thread."""
+    stay on this thread. float16 weights are summed in float32."""
     plain = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
+    if plain and weights.dtype == np.float16:
+        if len(rows) <= HALVES_TO_WIDEN and rows.dtype == np.float32:
+            return multiply_few(rows, weights)
+        weights = weights.astype(np.float32)
     if plain and len(rows) <= 4 and rows.dtype == weights.dtype == np.float32:
         return multiply_few(rows, weights)
     if plain and len(rows) <= 4:

@@ -20,6 +20,7 @@ from host_offload.policies.prefetch.moe_infinity import (
     similarity,
 )
 from host_offload.policies.prefetch.next_layers import (
+    HALVES_TO_WIDEN,
     ON_THIS_THREAD,
     multiply_rows,
     rank_chosen,
@@ -130,6 +131,17 @@ def test_products_of_more_rows_stay_on_this_thread(monkeypatch, rows, inputs, ou
     assert min(shortest) > 1
 
 
+def test_float16_weights_are_summed_in_float32():
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((300, 70)).astype(np.float16)
+    for count in (8, HALVES_TO_WIDEN + 1):
+        rows = rng.standard_normal((count, 300), np.float32)
+        found = multiply_rows(rows, weights)
+        assert found.dtype == np.float32
+        expected = rows.astype(np.float64) @ weights.astype(np.float64)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_few_rows_are_multiplied_alike_in_any_order(count, seed):
     rng = np.random.default_rng(seed)
@@ -139,12 +151,15 @@ def test_few_rows_are_multiplied_alike_in_any_order(count, seed):
     assert np.array_equal(multiply_rows(rows[order], weights), product[order])
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
 @pytest.mark.parametrize(("inner", "columns"), [(320, 512), (7, 13), (1, 9), (352, 32)])
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_native_products_of_few_rows_have_numpys_bits(monkeypatch, count, inner, columns):
+def test_native_products_of_few_rows_have_numpys_bits(monkeypatch, count, inner, columns, kind):
+    """float16 down to its denormals."""
     rng = np.random.default_rng(count)
     rows, weights = rng.standard_normal((count, 2 * inner)), rng.standard_normal((inner, columns))
-    rows, weights = rows.astype(np.float32)[:, ::2], weights.astype(np.float32)
+    rows, weights = rows.astype(np.float32)[:, ::2], weights * 10.0 ** rng.integers(-6, 3, columns)
+    weights = weights.astype(kind)
     weights.flags.writeable = False
     assert native_rows._function() is not None
     found = multiply_rows(rows, weights)
