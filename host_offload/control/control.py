@@ -4,7 +4,7 @@ go to the policies after it was read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -33,6 +33,11 @@ class Device(Protocol):
         copy."""
         ...
 
+    def look(self) -> Residency:
+        """The tables as the steps so far leave them, to look at before the next call: that may
+        change them."""
+        ...
+
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Sets the contents of some tables, for the next steps."""
         ...
@@ -51,16 +56,6 @@ class Device(Protocol):
         pool."""
         ...
 
-    def begin_copies(self, copies: Sequence[Copy]) -> None:
-        """Begins to copy records into cells that no entry points to, beside the steps to come, once
-        the steps so far are done. Called only if experts get new versions as these arrive."""
-        ...
-
-    def ended_copies(self) -> dict[tuple[int, int], bool]:
-        """The copies that ended since the last call: (layer, expert) → whether all bytes are there.
-        Called only after begin_copies."""
-        ...
-
     def carried_out(self) -> np.ndarray:
         """int32[S], 1 for each entry that was carried out of the list that Control.between_layers
         returned last."""
@@ -74,6 +69,21 @@ class Device(Protocol):
     def link_use(self) -> LinkUse:
         """The present state of the queue of transfers; called between layers, if policies need
         it."""
+        ...
+
+
+class CopyingDevice(Device, Protocol):
+    """A device that copies experts beside its steps: that of every run whose experts get new
+    versions as these arrive."""
+
+    def begin_copies(self, copies: Sequence[Copy]) -> None:
+        """Begins to copy records into cells that no entry points to, beside the steps to come, once
+        the steps so far are done."""
+        ...
+
+    def ended_copies(self) -> dict[tuple[int, int], bool]:
+        """The copies that ended since the last call: (layer, expert) → whether all bytes are there.
+        Called only after begin_copies."""
         ...
 
 
@@ -213,7 +223,7 @@ class Control:
             seconds=self._seconds,
             rows=rows,
             routing=routing,
-            tables=self.device.snapshot()() if unseen and controller.needs_residency else None,
+            tables=self.device.look() if unseen and controller.needs_residency else None,
             done=done,
             link=self.device.link_use() if controller.needs_link else None,
         )
@@ -231,15 +241,18 @@ class Control:
     def _stages(self, number: int) -> list[Entry]:
         arriving, changes = self.controller.arriving, self.controller.changes
         if arriving is not None and arriving.in_flight:
-            arriving.publish(number, self.device.ended_copies())
+            arriving.publish(number, self._copying().ended_copies())
         entries = self.controller.stages(number)
         self._move_cells()
         self._hand_over_cells()
         self._update_tables()
         while changes.copies:  # one that the device refuses is not begun twice, nor others
-            self.device.begin_copies(changes.copies[:1])
+            self._copying().begin_copies(changes.copies[:1])
             del changes.copies[0]
         return entries
+
+    def _copying(self) -> CopyingDevice:
+        return cast(CopyingDevice, self.device)  # a simulator refuses such runs
 
     def _read_done(self) -> np.ndarray:
         self._handed = self._more = False

@@ -543,7 +543,7 @@ class Controller:
                 return np.sum(tables.cell_row >= 0, axis=1, dtype=np.int32)
             case "last_used":
                 return last_used(tables)
-        return getattr(tables, need)
+        return getattr(tables, need).copy()  # the device may change what it let us look at
 
     def _counts(self, ids: np.ndarray, layer: int | None = None) -> np.ndarray:
         """Counts rows routed to each expert, int32[L, E], of ids [N, L, k], or [N, 1, k] of one

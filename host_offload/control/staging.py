@@ -3,7 +3,7 @@ the device decides in the end whether an entry still fits (pallas_kernels/stage/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,12 @@ class Staging(TransferLedger):
     def version_of(self, place: tuple[int, int], tables: Residency) -> int:
         return int(tables.version[place]) if tables.address[place] >= 0 else -1
 
+    def versions_of(self, places: Sequence[tuple[int, int]], tables: Residency) -> list[int]:
+        if not places:
+            return []
+        at = tuple(np.array(places).T)
+        return np.where(tables.address[at] >= 0, tables.version[at], -1).tolist()
+
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
         """See TransferLedger. With several versions an expert comes in the version that a miss
         fills."""
@@ -67,35 +73,37 @@ class Staging(TransferLedger):
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)
         full: set[tuple[int, int]] = set()
+        tight: set[tuple[int, int]] = set()  # no cell of an unwanted expert is left
         orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
         def find_cell(entry: Wanted) -> int | None:
-            layer, _, version = entry[:3]
-            if (layer, version) in full:
+            layer, expert, version = entry[:3]
+            at = layer, version
+            if at in full:
                 return None
-            if (layer, version) not in orders:
-                orders[layer, version] = rank_cells(tables, layer, version)
+            if at not in orders:
+                orders[at] = rank_cells(tables, layer, version)
             busy = taken.setdefault(layer, set())
-            for kept in self._list_kept(entry):
-                cell = first_room(orders[layer, version], busy, kept)
-                if cell is not None:
-                    busy.add(cell)
-                    return cell
-            full.add((layer, version))
-            return None
+            transitions, stages = (
+                self._ranks[kind].get(layer, {}) for kind in ("transitions", "stages")
+            )
+            cell = None
+            if at not in tight:
+                cell = first_room(orders[at], busy, transitions.keys() | stages.keys())
+            if cell is None:  # less urgent ones leave
+                tight.add(at)
+                ranks = stages if isinstance(entry, Stage) else transitions
+                above = {} if ranks is transitions else transitions
+                mine = ranks[expert]
+                order = ((c, who) for c, who in orders[at] if c not in busy and who not in above)
+                cell = next((c for c, who in order if ranks.get(who, mine) >= mine), None)
+            if cell is None:
+                full.add(at)
+            else:
+                busy.add(cell)
+            return cell
 
         return self._issue(step, tables, find_cell, between_layers=between_layers)
-
-    def _list_kept(self, entry: Wanted) -> Iterator[set[int]]:
-        """Experts of the layer that must stay for the entry: first all wanted ones, then only the
-        more urgent ones."""
-        transitions, stages = (
-            self._ranks[kind].get(entry.layer, {}) for kind in ("transitions", "stages")
-        )
-        yield transitions.keys() | stages.keys()
-        ranks = stages if isinstance(entry, Stage) else transitions
-        urgent = {other for other, rank in ranks.items() if rank < ranks[entry.expert]}
-        yield urgent | transitions.keys() if ranks is stages else urgent
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
         if len(self._bytes) == 1 or tables is None:

@@ -59,6 +59,10 @@ class Flight(NamedTuple):
     between_layers: bool
 
 
+def _is_there(entry: Wanted, have: int) -> bool:
+    return have >= 0 if isinstance(entry, Stage) else have == entry.version
+
+
 class TransferLedger(abc.ABC):
     """The queues of wanted transfers, the transfers in flight, and those that wait for a first use.
 
@@ -112,14 +116,19 @@ class TransferLedger(abc.ABC):
     def version_of(self, place: tuple[int, int], tables: Residency) -> int:
         """The version in which the expert is resident; −1: absent."""
 
+    def versions_of(self, places: Sequence[tuple[int, int]], tables: Residency) -> list[int]:
+        """version_of of each place."""
+        return [self.version_of(place, tables) for place in places]
+
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
         """Replaces a queue. An expert that is no longer named is cancelled, unless it is in
         flight."""
         new = {(entry.layer, entry.expert): entry for entry in queue}
-        flying = self.flying_places()
-        for place, entry in self._queues[kind].items():
-            if place not in new and place not in flying and not self._is_there(entry, tables):
-                self.count(self._cause(entry, tables), "cancelled")
+        old, flying = self._queues[kind], self.flying_places()
+        gone = [place for place in old if place not in new and place not in flying]
+        for place, have in zip(gone, self.versions_of(gone, tables), strict=True):
+            if not _is_there(old[place], have):
+                self.count(self._cause(old[place], have), "cancelled")
         self._queues[kind] = new
 
     @abc.abstractmethod
@@ -148,14 +157,14 @@ class TransferLedger(abc.ABC):
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
         full, deferred = False, Counter[str]()
         for queue in self._queues.values():
-            for place, entry in list(queue.items()):
+            waiting = [place for place in queue if place not in flying]
+            for place, have in zip(waiting, self.versions_of(waiting, tables), strict=True):
+                entry = queue[place]
                 layer, expert, version = entry[:3]
-                if place in flying:
-                    continue
-                if self._is_there(entry, tables):
+                if _is_there(entry, have):
                     del queue[place]
                     continue
-                size, cause = self._moved[version][layer], self._cause(entry, tables)
+                size, cause = self._moved[version][layer], self._cause(entry, have)
                 # A less urgent transfer does not overtake one without a place or bytes.
                 full = full or len(entries) == self.spec.stage_entries
                 full = full or size > room or (bool(entries) and size > step_bytes)
@@ -177,14 +186,10 @@ class TransferLedger(abc.ABC):
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
-    def _is_there(self, entry: Wanted, tables: Residency) -> bool:
-        have = self.version_of((entry.layer, entry.expert), tables)
-        return have >= 0 if isinstance(entry, Stage) else have == entry.version
-
-    def _cause(self, entry: Wanted, tables: Residency) -> str:
+    def _cause(self, entry: Wanted, have: int) -> str:
+        """The cause of a transfer of an expert that is resident in version `have`."""
         if isinstance(entry, Stage):
             return entry.cause
-        have = self.version_of((entry.layer, entry.expert), tables)
         smaller = self._bytes[entry.version][entry.layer] < self._bytes[have][entry.layer]
         return "demotion" if smaller and have >= 0 else "promotion"
 

@@ -14,6 +14,7 @@ import numpy as np
 from host_offload.memory.arena import place_cells
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, HandOver, Move, Residency, cold_tables
+from pallas_kernels.plan.host import LayerPlan, planner
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -54,18 +55,14 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
         else:
             held.append((used, owner, cell))
     weights = tables.victim_weights.tolist()
-    if weights[0] >= 0 and not any(weights[1:]):  # the order of last use, which ties have too
-        held.sort()
-    else:  # in Python's numbers, since a layer has few cells
+    held.sort()  # the order of last use, which ties have too
+    if held and (weights[0] < 0 or any(weights[1:])):
+        used, owners, _ = np.array(held, np.int32).T
         # The clock of the next reference, at which plan would compute it.
-        clock = int(tables.clock[layer]) + 1
-        frequency, prior = tables.frequency[layer].tolist(), tables.prior[layer].tolist()
-        held.sort(
-            key=lambda one: (
-                victim_key(clock - one[0], frequency[one[1]], prior[one[1]], weights),
-                *one,
-            )
-        )
+        age = tables.clock[layer] + 1 - used
+        of_owners = (table[layer][owners] for table in (tables.frequency, tables.prior))
+        key = victim_key(age, *of_owners, tables.victim_weights)
+        held = [held[i] for i in np.argsort(key, kind="stable").tolist()]
     return free + [(cell, owner) for _, owner, cell in held]
 
 
@@ -78,6 +75,8 @@ class Pager:
 
     def __init__(self, tables: Residency, versions: int = 1):
         self.tables, self.versions = tables, versions
+        self._bound: tuple[Residency, LayerPlan | None] | None = None
+        """The tables that the native plan changes, and it."""
 
     def copy(self) -> Residency:
         """Returns a copy of the tables."""
@@ -133,7 +132,7 @@ class Pager:
         - `layer`: the one layer, M = 1; None: all layers.
         """
         if layer is not None:
-            return self._reference_layer(active[0], layer)
+            return self._reference_layer(active, layer)
         table, clock = self.tables, self.tables.clock
         clock += 1
         missing = active & (table.address < 0)
@@ -158,44 +157,19 @@ class Pager:
         return Referenced(count(hits, axis=1), fills, count(missing, axis=1) - fills, missing)
 
     def _reference_layer(self, active: np.ndarray, layer: int) -> Referenced:
-        """reference of one layer's bool[E]. In Python's numbers, since each call of numpy takes as
-        long as all of a layer's experts."""
-        tables = self.tables
-        address, owner, row = (
-            table[layer].tolist() for table in (tables.address, tables.owner, tables.cell_row)
-        )
-        needed = np.flatnonzero(active).tolist()
-        missing = [expert for expert in needed if address[expert] < 0]
-        wanted = {*needed}  # a set's look-up takes a tenth of an array's
-        pinned = {
-            cell
-            for cell, expert in enumerate(owner)
-            if expert in wanted and row[cell] == address[expert]
-        }
-        wants: dict[int, list[int]] = {}
-        for expert in missing:
-            version = int(tables.fill_version[layer, expert])
-            tables.version[layer, expert] = version if version >= 0 else -1 - version
-            if version >= 0:
-                wants.setdefault(version, []).append(expert)
-        fills = []
-        for version, experts in wants.items():
-            order = (cell for cell, _ in rank_cells(tables, layer, version) if cell not in pinned)
-            fills += zip(experts, order, strict=False)
-        tables.clock[layer] += 1
-        for expert, cell in fills:
-            if (old := owner[cell]) >= 0 and address[old] == row[cell]:
-                tables.address[layer, old] = -1
-            tables.owner[layer, cell] = expert
-            tables.address[layer, expert] = row[cell]
-        used = [*pinned, *(cell for _, cell in fills)]
-        tables.last_used[layer, used] = tables.clock[layer]
-        tables.frequency[layer] += active
-        absent = np.zeros((1, len(active)), bool)
-        absent[0, missing] = True
-        counts = len(needed) - len(missing), len(fills), len(missing) - len(fills)
-        hits, filled, read_through = (np.array([count]) for count in counts)
-        return Referenced(hits, filled, read_through, absent)
+        """reference of one layer's bool[1, E]: natively, since each call of numpy takes longer than
+        all of a layer's experts."""
+        if self._bound is None or self._bound[0] is not self.tables:
+            self._bound = self.tables, planner(self.tables)
+        _, plan = self._bound
+        tables, here = self.tables, slice(layer, layer + 1)
+        if plan is None:
+            rows = (table[here] for table in tables[:-1])
+            return Pager(Residency(*rows, tables.victim_weights), self.versions).reference(active)
+        missing = active & (tables.address[here] < 0)
+        _, *counts = plan(layer, active[0])
+        fills, hits, read_through = np.array(counts)[:, None]
+        return Referenced(hits, fills, read_through, missing)
 
     def _candidates(self, table: Residency, owned: np.ndarray, pinned: np.ndarray) -> np.ndarray:
         """Returns int64[M, C], each layer's cells in the order in which misses take them. Cells
@@ -262,7 +236,7 @@ class Pager:
         tables, staged = self.tables, set[tuple[int, int]]()
         layers, columns = tables.owner.shape
         experts = tables.address.shape[1]
-        # In Python's numbers, as _reference_layer.
+        # In Python's numbers, since each call of numpy takes as long as all of a layer's experts.
         known: dict[int, tuple[list[int], ...]] = {}
         busy: dict[int, list[bool]] = {}
         for i, (of, expert, version, cell) in enumerate(entries):
@@ -277,7 +251,7 @@ class Pager:
                 pairs = zip(known[of][0], used, strict=True)
                 busy[of] = [who >= 0 and last == clock for who, last in pairs]
             owner, row, versions, address = known[of]
-            holds = [c for c, who in enumerate(owner) if who == expert]
+            holds = [c for c, who in enumerate(owner) if who == expert] if expert in owner else []
             has = any(versions[c] == version or (of, c) in staged for c in holds)
             taken = busy[of][cell] or (of, cell) in staged
             if has or taken or row[cell] < 0 or versions[cell] != version:

@@ -27,7 +27,7 @@ from host_offload.control.step_record import (
 )
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Copy, Entry, HandOver, Residency
+from host_offload.memory.tables import Entry, HandOver, Residency
 from host_offload.policies.prefetch.expert_map.in_step import (
     ENTRIES,
     entries_of,
@@ -146,12 +146,6 @@ class PagerDevice(Pager):
         """See Device.link_use."""
         self.step = self.begin_step(-1, None, 1)
 
-    def begin_copies(self, copies: Sequence[Copy]) -> None:
-        raise NotImplementedError("when a version arrives is measured: simulate refuses such runs")
-
-    def ended_copies(self) -> dict[tuple[int, int], bool]:
-        raise NotImplementedError("when a version arrives is measured: simulate refuses such runs")
-
     # ---- a step
 
     def begin_step(self, number: int, kind: str | None, waves: int) -> SimulatedStep:
@@ -245,6 +239,9 @@ class PagerDevice(Pager):
     def snapshot(self) -> Callable[[], Residency]:
         copy = self.copy()
         return lambda: copy
+
+    def look(self) -> Residency:
+        return self.tables
 
     def write_maps(self, rows: MapRows) -> None:
         assert self.maps is not None, "asked of devices whose controller has a search"

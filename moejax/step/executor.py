@@ -515,6 +515,10 @@ class Executor:
         copy.copy_to_host_async()
         return lambda: self.seen(read_snapshot(np.asarray(copy), self.tables))
 
+    def look(self) -> Residency:
+        """The tables as the steps so far leave them; waits for these."""
+        return self.snapshot()()
+
     def faults(self) -> list[str]:
         """Describes broken invariants of arena, tables and store. Waits for the device."""
         self.transport.drain()

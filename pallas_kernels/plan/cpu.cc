@@ -109,3 +109,20 @@ void plan(const Plan& p) {
 }
 
 }  // namespace moejax
+
+// plan on tables in host memory, the fields of pallas_kernels.plan.Tables in order. lists: [4,
+// experts]: active experts, fills, their rows and versions. counts: of active experts, fills, hits and
+// experts read through. Returns 0, or 1 for tables that cannot be, which are unchanged.
+extern "C" __attribute__((visibility("default"))) int moejax_plan(
+    int32_t* const* tables, int64_t layers, int64_t cells, int64_t experts, int64_t layer,
+    const bool* due, int32_t* lists, int32_t* counts) {
+  try {
+    moejax::plan({layers, cells, experts, layer, tables[0], tables[1], tables[2], tables[3],
+                  tables[4], tables[5], tables[6], tables[7], tables[8], tables[9], tables[10], due,
+                  lists, lists + experts, lists + 2 * experts, lists + 3 * experts, counts,
+                  counts + 1, counts + 2, counts + 3});
+    return 0;
+  } catch (const moejax::Refused&) {
+    return 1;
+  }
+}

@@ -119,6 +119,9 @@ class MemoryDevice:
         tables = self.tables
         return lambda: tables
 
+    def look(self) -> Residency:
+        return self.tables
+
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         for name, values in contents.items():
             if name == "victim_weights":

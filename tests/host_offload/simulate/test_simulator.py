@@ -19,6 +19,7 @@ from host_offload.policies.eviction.fifo import FIFO
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import TraceError, columns, read_trace
+from pallas_kernels.plan.host import planner
 from pallas_kernels.stage import specs
 from tests.host_offload.control.policy_runs import (
     CELLS,
@@ -40,8 +41,8 @@ def assert_tables(pager: Pager, memory: Memory, weights) -> None:
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32))
-def test_the_pager_is_plan_and_stage(seed):
+@given(seed=st.integers(0, 2**32), native=st.booleans())
+def test_the_pager_is_plan_and_stage(seed, native):
     """All tables after each of some references, lists, contents and grants; two versions."""
     rng = np.random.default_rng(seed)
     versions = [int(v) for v in rng.integers(2, size=CELLS)]
@@ -49,6 +50,8 @@ def test_the_pager_is_plan_and_stage(seed):
     tables = cold_tables(cells, EXPERTS, (1, 0, 0))
     tables.cell_version[:] = versions
     pager = Pager(tables, versions=2)
+    pager._bound = tables, planner(tables) if native else None
+    assert not native or planner(tables)
     shape = specs.Spec(CELLS, EXPERTS, 6, (1, 1), LAYERS)
     stores = [np.zeros((LAYERS, EXPERTS, 1, shape.hidden), np.uint16)] * 2
     memory = Memory(shape, versions, stores)
