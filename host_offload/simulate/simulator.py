@@ -128,7 +128,8 @@ def simulate(
             "which experts were resident, and with other policies or cells it would be another; "
             "replay the trace, or simulate one without"
         )
-    if "defer=" in (header.spec.get("placement") or "") and not as_run:
+    late = header.spec.get("defer") or "defer=" in (header.spec.get("placement") or "")
+    if late and not as_run:
         raise TraceError(
             f"{trace.directory}: experts that were not resident were added a layer late "
             "(placement defer=N), so with other policies or cells other experts would have been "

@@ -395,6 +395,7 @@ def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
         "prefetch": options.policy.prefetch,
         "auto": next((p.said for p in settings.policies if isinstance(p, Auto)), None),
         "placement": _placement(plan),
+        "defer": 0 if plan.steps.second is None else plan.steps.second.defer,
         "placement_same_bits": plan.steps.second is None or plan.steps.second.keeps_outputs,
         "cache_aware_routing": plan.steps.cache_aware_routing,
         "precision": precision,

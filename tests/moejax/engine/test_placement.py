@@ -239,10 +239,12 @@ def test_deferred_experts_are_added_a_layer_later(defer, tmp_path, monkeypatch):
         left = np.where(late[:, :, None], parts, 0).sum(axis=1)
         deferred += int(late.sum())
     assert stats["deferred"] == deferred > 50
-    with placed("queue", f"recorded={tmp_path / 'run'}", expert_budget=0) as llm:
+    nobody["trace"] = tmp_path / "again"
+    with placed("queue", f"recorded={tmp_path / 'run'}", **nobody) as llm:
         assert same_bits(run(llm, mixed_jobs()[:2], check=False), wanted)
-    with pytest.raises(TraceError, match="other experts would have been routed; replay"):
-        simulate(read_trace(tmp_path / "run"), eviction="lru", cells=4)
+    for name in ("run", "again"):
+        with pytest.raises(TraceError, match="other experts would have been routed; replay"):
+            simulate(read_trace(tmp_path / name), eviction="lru", cells=4)
 
 
 def test_experts_are_not_deferred_where_a_layer_norms_what_they_add(tmp_path):
