@@ -24,7 +24,7 @@ _EPILOG = """\
 examples:
   moejax plan Qwen/Qwen3-30B-A3B --gpu rtx4090 --precision int4
       tokens a second and time to the first token on a machine that is not at hand; only the
-      model's config.json is read
+      model's config.json is read; --expert-budget 25%,50% and --eviction lru,lfu compare
   moejax generate --input prompts.jsonl --output out.jsonl --trace t; moejax calibrate demo
       what a plan is made from: the workload's trace and this machine's costs
   moejax plan --trace t --memory 4MiB --output plan.json

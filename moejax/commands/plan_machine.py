@@ -12,7 +12,7 @@ from host_offload.memory.budget import format_bytes
 from moejax.commands import print_table
 from moejax.commands.model import engine_options
 from moejax.errors import UserError
-from moejax.sizes import parse_rate, parse_size
+from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.fields import Description
 
 if TYPE_CHECKING:
@@ -41,12 +41,19 @@ OF_A_GPU = {
 }
 """Options of a machine that is not at hand."""
 
-_OF_A_RUN = {"memory", "expert_budget", "precision", "dtype"}
+_LISTS = ("expert_budget", "eviction")
+"""Options of a run of which a prediction takes several values, by commas."""
+
+_OF_A_RUN = {"memory", "precision", "dtype", *_LISTS}
 """Options of a run that a prediction takes too."""
+
+_EVICTIONS = ("lru", "lfu", "lfru")
 
 
 def predict(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    lists = {name: getattr(args, name) for name in _LISTS}
+    options = engine_options(argparse.Namespace(**{**vars(args), **dict.fromkeys(_LISTS)}))
+    options |= {name: text for name, text in lists.items() if text is not None}
     if others := sorted(options.keys() - _OF_A_RUN):
         raise UserError(f"--{others[0].replace('_', '-')} does not go with --gpu")
     if args.model is None:
@@ -69,9 +76,15 @@ def predict(args: argparse.Namespace) -> int:
     host = None if args.host_memory is None else parse_size(args.host_memory)
     disk = Machine.disk if args.disk is None else parse_rate(args.disk)
     machine = Machine(hardware, memory, host, disk)
-    budget = Config.of(args.model, **options).memory.expert_budget
+    budgets = str(options.pop("expert_budget", "")).split(",")
+    evictions = str(options.pop("eviction", "lru")).split(",")
+    if unknown := {*evictions} - {*_EVICTIONS}:
+        raise UserError(f"--gpu predicts --eviction {', '.join(_EVICTIONS)}, not {min(unknown)}")
+    Config.of(args.model, **options)  # checks them
     given: dict[str, Any] = {"context": args.context, "prompt": args.prompt_tokens}
-    given |= {"version": args.precision, "expert_budget": budget, "dtype": args.dtype}
+    given |= {"version": args.precision, "evictions": evictions, "dtype": args.dtype}
+    if budgets != [""]:
+        given["expert_budgets"] = [parse_expert_budget(budget) for budget in budgets]
     given["batches"] = None if args.batch is None else _batches(args.batch)
     given["trace"] = None if args.workload is None else open_trace(args.workload)
     config, weights = read_headers(args.model)
@@ -96,7 +109,7 @@ def predict(args: argparse.Namespace) -> int:
         "first token, ms",
     )
     print_table(columns, _rows(found))
-    print("\nlikely (low to high). device: LRU. least: the fewest that any eviction could move.")
+    print("\nlikely (low to high). device: LRU, or NAME. least: the fewest that any could move.")
     print("Routing is generated like Qwen3-30B-A3B's unless --trace gives some that was recorded.")
     return 0
 

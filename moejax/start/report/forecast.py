@@ -61,6 +61,7 @@ class Forecast:
 
     batch: int
     driver: str
+    """With another eviction than LRU: `device, NAME`."""
     resident: float
     """Part of the experts in device memory."""
     moved: float
@@ -112,18 +113,20 @@ def forecast(
     prompt: int | None = None,
     dtype: str = "auto",
     version: str | None = None,
-    expert_budget: int | Share | None = None,
+    expert_budgets: Sequence[int | Share | None] = (None,),
+    evictions: Sequence[str] = ("lru",),
     trace: Trace | None = None,
     coded: Mapping[str, int] | None = None,
 ) -> list[Forecast]:
-    """Returns forecasts for each batch: of the driver `device` with LRU, of the same with the least
-    misses that any eviction could have (`least`, Belady's MIN, where layers hold the experts of
-    their largest step), and of `stream`, where its window fits.
+    """Returns forecasts for each batch and budget: of the driver `device` with each eviction, of
+    the same with the least misses that any eviction could have (`least`, Belady's MIN, where layers
+    hold the experts of their largest step), and of `stream`, where its window fits.
 
     - `context`, `prompt`: tokens of a sequence in all and of its prompt; None: CONTEXT and PROMPT,
       as far as the model goes.
     - `version`: of the experts; None: the checkpoint's own.
-    - `expert_budget`: bytes or a share for experts; None: what KV leaves.
+    - `expert_budgets`: bytes or shares for experts; None: what KV leaves.
+    - `evictions`: names of EVICTION.
     - `trace`: recorded routing, whose batch it is then; None: generated.
     - `coded`: as in model_info; only CPUs compute from codes.
 
@@ -147,46 +150,50 @@ def forecast(
         batches = (_batch_of(trace, info),)
     found: list[Forecast] = []
     for batch in batches:
-        held = fit(
-            config,
-            machine.memory,
-            dtype=dtype,
-            batch=batch,
-            context=context,
-            version=version,
-            expert_budget=expert_budget,
-            coded=coded,
-        )
-        if held.problem is not None:
-            raise UserError(f"with {batch} sequences the memory is {held.problem}")
+        resident = []
+        for budget in expert_budgets:
+            held = fit(
+                config,
+                machine.memory,
+                dtype=dtype,
+                batch=batch,
+                context=context,
+                version=version,
+                expert_budget=budget,
+                coded=coded,
+            )
+            if held.problem is not None:
+                raise UserError(f"with {batch} sequences the memory is {held.problem}")
+            resident.append(held.resident_experts)
         with tempfile.TemporaryDirectory(prefix="moejax-plan-") as directory:
             routing = trace or _generated(Path(directory) / "routing", info, batch)
-            asked = _Asked(batch, context, prompt, record, held.resident_experts)
-            found += _forecasts(info, machine, asked, routing)
+            for experts in resident:
+                asked = _Asked(batch, context, prompt, record, experts, evictions)
+                found += _forecasts(info, machine, asked, routing)
     return found
 
 
 class _Asked(NamedTuple):
-    """A batch of sequences, bytes of an expert, and how many experts are resident."""
+    """A batch of sequences, bytes of an expert, how many experts are resident, and evictions."""
 
     batch: int
     context: int
     prompt: int
     record: int
     resident: int
+    evictions: Sequence[str]
 
 
 def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -> list[Forecast]:
-    batch, context, prompt, record, resident = asked
+    batch, context, prompt, record, resident, evictions = asked
     shape = info.moe_layers, info.experts
     every = info.moe_layers * info.experts
     cells = np.array(cells_per_layer(resident, *shape))
     below = _below(machine, record, every, resident)
     held = min(resident + below, every)
-    missed = _warm_misses(trace, cells)
     from_disk = 0.0
     if held < every:
-        from_disk = _warm_misses(trace, np.array(cells_per_layer(held, *shape)))
+        from_disk = _warm_misses(trace, np.array(cells_per_layer(held, *shape)), "lru")
     steps = [step for step in trace.step_traces() if step.kind != "prefill"]
     used_by = [np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps]
     active = float(np.mean(used_by))
@@ -211,7 +218,13 @@ def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -
     first = bring(prefill, absent, min(absent, beyond * used))
     if resident >= every:
         return [of("device", 1.0, 0.0, decode, prefill)]
-    found = [of("device", resident / every, missed, bring(decode, missed, from_disk), first)]
+    found, missed = [], float(every)
+    for eviction in evictions:
+        driver = "device" if eviction == "lru" else f"device, {eviction}"
+        moved = _warm_misses(trace, cells, eviction)
+        missed = min(missed, moved)
+        step = bring(decode, moved, min(moved, from_disk))
+        found.append(of(driver, resident / every, moved, step, first))
     if (references.largest <= cells).all():  # no bound is claimed below
         least = min(missed, min_transfers(references, cells).sum() / len(steps))
         step = bring(decode, least, min(least, from_disk))
@@ -256,9 +269,9 @@ def _batch_of(trace: Trace, info: ModelInfo) -> int:
     return max(1, round(float(np.mean(rows))))
 
 
-def _warm_misses(trace: Trace, cells: np.ndarray) -> float:
-    """Returns the experts that a decode step brings under LRU once the cache is full."""
-    run = simulate(trace, cells=cells.tolist(), eviction="lru")
+def _warm_misses(trace: Trace, cells: np.ndarray, eviction: str) -> float:
+    """Returns the experts that a decode step brings once the cache is full."""
+    run = simulate(trace, cells=cells.tolist(), eviction=eviction)
     decode = np.flatnonzero(run.kind != 0)
     warm = decode[min(COLD, len(decode) // 3) :]
     return float(run.transfers[warm].sum(axis=1).mean())

@@ -26,7 +26,7 @@ def qwen3():
 )
 def test_a_measured_gpu_is_predicted(qwen3, batch, budget, measured_ms):
     """docs/research/benchmarks.md, "On an NVIDIA H200"."""
-    asked = {"batches": [batch], "context": 1024, "prompt": 64, "expert_budget": budget}
+    asked = {"batches": [batch], "context": 1024, "prompt": 64, "expert_budgets": [budget]}
     one = forecast(qwen3, H200, **asked)[0]
     best, likely, worst = (1e3 * seconds for seconds in one.step_s)
     assert best < measured_ms < worst
@@ -76,6 +76,19 @@ def test_info_and_plan_hold_the_same_experts_in_a_memory(tmp_path, capsys):
     assert 0 < device["resident"] == fit["resident_share"] < 1
 
 
+def test_budgets_and_evictions_are_compared(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(FILES["Qwen3-30B-A3B"]))
+    asked = ["plan", str(tmp_path / "config.json"), "--gpu", "rtx4090", "--prompt-tokens", "64"]
+    asked += ["--batch", "1", "--eviction", "lru,lfu", "--expert-budget", "10%,20%", "--json"]
+    assert main(asked) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["driver"] != "stream"]
+    drivers = ["device", "device, lfu", "least"]
+    assert [row["driver"] for row in rows] == 2 * drivers
+    assert [round(row["resident"], 2) for row in rows] == 3 * [0.1] + 3 * [0.2]
+    moved = [row["moved"] for row in rows]
+    assert moved[0] != moved[1] and moved[2] < min(moved[:2]) and moved[3] < moved[0]
+
+
 def test_the_table_says_what_it_knows(capsys):
     assert main(["plan", "demo", "--gpu", "rtx4090", "--batch", "1", "--context", "128"]) == 0
     shown = capsys.readouterr().out
@@ -99,7 +112,9 @@ def test_the_table_says_what_it_knows(capsys):
         (["--gpu", "h100", "--context", "0"], "context must be at least 1 token, got 0"),
         (["--gpu", "h100", "--prompt-tokens", "-5"], "prompt must be at least 1 token, got -5"),
         (["--gpu", "h100", "--precision", "int3"], "int3"),
-        (["--gpu", "h100", "--eviction", "lru"], "--eviction does not go with --gpu"),
+        (["--gpu", "h100", "--eviction", "lru,fifo"], "predicts --eviction lru, lfu, lfru"),
+        (["--gpu", "h100", "--expert-budget", "25%,x"], "'x' is not an expert budget"),
+        (["--gpu", "h100", "--prefetch", "fate"], "--prefetch does not go with --gpu"),
         (["--gpu", "h100", "--dry-run"], "--dry-run does not go with --gpu"),
         (["--gpu", "h100", "--trace", "t", "--batch", "1"], "leave --batch or --trace out"),
         (["--disk", "1GB/s"], "--disk goes with --gpu"),

@@ -34,12 +34,12 @@ PUBLISHED = [
     ),
     (
         "WiSP, H100, 16 of 128 cells",
-        ("Qwen3-30B-A3B", machine("H100", 94), {"expert_budget": Share(0.125)}),
+        ("Qwen3-30B-A3B", machine("H100", 94), {"expert_budgets": [Share(0.125)]}),
         13.79,
     ),
     (
         "the same, 64 cells",
-        ("Qwen3-30B-A3B", machine("H100", 94), {"expert_budget": Share(0.5)}),
+        ("Qwen3-30B-A3B", machine("H100", 94), {"expert_budgets": [Share(0.5)]}),
         25.75,
     ),
     (
