@@ -29,8 +29,8 @@ of all layers, that a step had to wait for; + ahead: with those moved ahead of n
 fewest that any policy can move, both together, with as many cells, whatever prefill left \
 (Belady), where it is claimed. Times are medians over repeats, in brackets their 95% intervals; \
 × baseline: the median ratio to {baseline} with the same driver in the same repeat (~: of another \
-engine, since the policy has steps output arrays); policy ms/step: its own Python in a decode \
-step."""
+engine, since the policy has steps output arrays); policy ms/step: its own code in a decode \
+step, and the part of the step."""
 
 NO_FIGURES = "without matplotlib there are no figures: pip install 'moejax[plot]'"
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.memory.budget import format_bytes
+from host_offload.traces.generators import KINDS
 from moejax.evaluate.comparison import Units, compare_units
 from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import COUNTS, PLACE, Line, Records
@@ -98,6 +99,8 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
     link_rate, batch, prompt, text = place
     asked = records.asked
     title = f"{text} · batch {batch} · {prompt}+{asked['output_tokens']} tokens"
+    if text in (asked.get("routing") or ()) and text.partition(",")[0] not in KINDS:
+        title = text  # a trace has sequences and tokens of its own
     if link_rate != NO_LINK:
         title, link = f"{title} · link {link_rate}", parse_rate(link_rate)
     else:
@@ -155,7 +158,7 @@ def _compare_with_held(records: Records, lines: Sequence[Line]) -> list[Line]:
     return found
 
 
-_FOLDERS = re.compile(r"[^\s+]*/")
+_FOLDERS = re.compile(r"[^\s+=]*/")
 
 
 def short_name(policy: str) -> str:
@@ -245,7 +248,12 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "× baseline": lambda line: (
         ("~ " if line.get("ratio_apart") else "") + _median("tpot_p50_s_ratio", 1, 3)(line)
     ),
-    "policy ms/step": _median("policy_s", 1e3),
+    "policy ms/step": lambda line: (
+        NONE
+        if line.get("policy_s") is None
+        else _median("policy_s", 1e3)(line)
+        + f", {line['policy_s'] * line['steps'] / line['decode_s']:.0%}"
+    ),
     "p99 ms": _median("tpot_p99_s", 1e3),
     "TTFT ms": _median("ttft_s", 1e3),
     "turn ms": _median("turn_s", 1e3),

@@ -15,12 +15,21 @@ from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.experiments import workload
 from moejax.evaluate.experiments.records import Records, median_interval, read_results
-from moejax.evaluate.experiments.report.figures import draw, plots_beside, plots_of, points_of
+from moejax.evaluate.experiments.report import figures
+from moejax.evaluate.experiments.report.figures import (
+    Plot,
+    Series,
+    draw,
+    plots_beside,
+    plots_of,
+    points_of,
+)
 from moejax.evaluate.experiments.report.page import definition, page, write_report
 from moejax.evaluate.experiments.report.tables import (
     Pair,
     errors,
     kendall,
+    labels,
     panel_table,
     panels,
     prediction_table,
@@ -108,6 +117,7 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
         "wall_s": 0.1,
         "cpu_s": 0.1,
         "compiled": 0,
+        "policy_s": tpot / 4,
         **other,
     }
 
@@ -217,12 +227,21 @@ def test_the_table_has_marks_intervals_and_bounds(records):
     said = dict(zip(table.headings, table.rows[3], strict=True))
     assert (said["misses/step"], said["MIN"]) == ("2.00", "1.00")
     assert (said["hits"], said["TPOT p50 ms"]) == ("75.0%", "5.25 [1.50–9.00]")
+    assert said["policy ms/step"] == "1.31 [0.38–2.25], 25%"
     assert said["× baseline"] == "1.500 [1.500–1.500]"
     assert "5.25 [1.50–9.00]" in page(records, {}, "md")
     # A column in which nothing has a value is left out.
     assert not {"recall", "high/low", "+ ahead", "unserved"} & {*table.headings}
     assert beside.rows[1][:4] == ("dir/mine.py:Mine", "1.00–1.00", "0", "0")
     assert beside.rows[1][-1] == "2.00–2.00"
+
+
+def test_a_trace_has_tokens_of_its_own(records):
+    for text, said in (("run1,expert_bytes=9", ""), ("zipf,layers=2", " · batch 1 · 8+3 tokens")):
+        asked = ASKED | {"texts": [], "routing": [text]}
+        rows = [row | {"text": text} for row in records.rows]
+        (panel,) = panels(dataclasses.replace(records, asked=asked, rows=rows))
+        assert panel.title == text + said
 
 
 def test_a_simulated_cell_is_told_once_unless_it_differs(records):
@@ -301,6 +320,27 @@ def test_plots_have_intervals_and_every_bound(records):
     assert bounds["times"] == ["MIN over the link"] and not bounds["misses"]
     (first, _), *_ = [series.points for series in plots["times"].series]
     assert first == (4.0, pytest.approx((3.5, 1.0, 6.0)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "label"),
+    [
+        ("promoe=a/b/markov.npz", "promoe=markov.npz, host"),
+        ("dir/crf.py:Crf,decay=0.9", "crf.py:Crf,decay=0.9, host"),
+        ("lru + ../x.py:Y=train,n=2", "lru + x.py:Y=train,n=2, host"),
+    ],
+)
+def test_labels_survive(policy, label):
+    found = labels([row(policy, "25%", 0, driver="host"), row("lru", "25%", 0)])
+    assert found == [label, "lru, device"]
+
+
+def test_a_bound_far_below_does_not_press_the_data_flat(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "_svg_of", lambda figure, axes: shown.append(axes.get_ylim()))
+    data, floor = Series("lru", [(4.0, (3.0, 2.0, 4.0))]), Series("MIN", [(4.0, (1e-6,) * 3)], True)
+    draw(Plot("times", "ms", [data, floor], log=True))
+    assert shown == [pytest.approx((2 / 1.5, 4 * 1.5))]
 
 
 def test_a_requests_time_a_token_is_its_mean():
