@@ -99,5 +99,10 @@ def read_routing(text: str, home: Path) -> GeneratedRouting:
             settings = {"expert_bytes": whole(1)(size)}
     found = GeneratedRouting(text, None, settings, directory)
     with user_errors(where=f"routing {text!r}: "):
-        found.trace(home, 0, 0, 0, 0)
+        trace = found.trace(home, 0, 0, 0, 0)
+    if "step.kind" in trace.header.absent:
+        raise UserError(
+            f"routing {text!r}: the trace does not say which tokens are a prompt's, and a grid "
+            "counts decode steps; convert it again with --prompt-tokens N"
+        )
     return found

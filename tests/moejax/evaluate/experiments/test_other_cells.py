@@ -239,6 +239,9 @@ def test_a_converted_trace_is_routing_with_stated_costs(tmp_path):
             tmp_path / "b",
             progress=False,
         )
+    convert_trace(tmp_path / "a.npy", tmp_path / "u", experts=8)
+    with pytest.raises(UserError, match="convert it again with --prompt-tokens N"):
+        moejax.ablate(given | {"routing": [str(tmp_path / "u")]}, tmp_path / "b", progress=False)
     assert not (tmp_path / "b").exists()
 
 
