@@ -97,6 +97,7 @@ def test_it_learns_a_router_that_follows_from_the_layer_before(trace, learned):
         some = some.of(left_out & (some.later[:, 0] >= 0))
         own = of_layer(learned.fitted.arrays, layer)
         assert ("gate" in own) == (layer == 1)  # the middle
+        assert {a.dtype.name for a in own.values() if a.ndim == 2} == {"float16"}
         found = scores(own, some.gate_input, some.ids, some.weights)
         assert recall_of(found, some.later) >= 0.99, layer
         gates = gate_scores(some.gate_input, routers[(layer + 1) % LAYERS])
@@ -339,6 +340,10 @@ def test_networks_of_the_last_layers_learn_on_too(trace, begun):
         for arrays in (before, state.tuner.arrays)
     )
     assert now > was + 0.05
+    trained = state.tuner._trained["0.input"]  # rounds go on from what was not rounded
+    used = state.tuner.arrays["0.input"]
+    assert (trained.dtype, used.dtype) == (np.float32, np.float16)
+    assert not np.array_equal(trained, used) and np.array_equal(trained.astype(np.float16), used)
 
 
 def test_no_step_waits_for_a_round(trace, begun, monkeypatch):
