@@ -50,7 +50,7 @@ from moejax.models.families import FAMILIES
 from moejax.models.gguf_header import read_gguf
 from moejax.models.next_token import predictor_of
 from pallas_kernels.cpu.sources import SOURCE
-from pallas_kernels.linear.coded import CodedLayers, CodedRows, lay_out
+from pallas_kernels.linear.coded import CODED_DTYPES, CodedLayers, CodedRows, lay_out
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import MATRICES, join_names
 
@@ -86,7 +86,7 @@ class TensorCheckpoint(Checkpoint):
 
     def coded_params(self, dtype: str) -> dict[str, tuple[CodedLayers, int]]:
         found: dict[str, tuple[CodedLayers, int]] = {}
-        for key, leaf in self.params.items() if dtype == "bfloat16" else ():
+        for key, leaf in self.params.items() if dtype in CODED_DTYPES else ():
             if key.rpartition(".")[2] not in PRODUCTS:
                 continue
             chunks = [self._rows_of(key, chunk) for chunk in leaf.chunks]

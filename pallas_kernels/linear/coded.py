@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.reference import decode
 
+CODED_DTYPES = "bfloat16", "float32"
+"""Dtypes of decoded weights that the native op takes in codes."""
+
 
 class CodedRows(NamedTuple):
     """Consecutive rows of a matrix: a record of one matrix."""

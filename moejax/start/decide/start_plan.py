@@ -55,6 +55,7 @@ from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 from pallas_kernels.dispatch import KERNELS
+from pallas_kernels.linear.coded import CODED_DTYPES
 from pallas_kernels.records.versions import Formats, why_no_kernel, why_no_native
 
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
@@ -492,8 +493,8 @@ def _result_notes(steps: StepSpec) -> list[str]:
         )
     if steps.ops.arithmetic != "exact":
         only = ""
-        if steps.ops.linear != "cpu" or steps.dtype != "bfloat16":
-            only = " of experts (other matrices stay in codes by native ops in bfloat16 only)"
+        if steps.ops.linear != "cpu" or steps.dtype not in CODED_DTYPES:
+            only = " of experts (other matrices stay in codes by native ops only)"
         notes.append(
             f"arithmetic {steps.ops.arithmetic}: in products with weights{only} in integer codes "
             "activations are rounded to 8 bits; the output has other bits than with exact"

@@ -74,13 +74,13 @@ def facts_without_weights(
     dense_layers: Sequence[int] = (),
     *,
     in_files: bool = False,
-    coded: Mapping[str, int] | None = None,
+    coded: Mapping[str, dict[str, int]] | None = None,
 ) -> ModelFacts:
     """Returns ModelFacts of a checkpoint with these versions.
 
     - `dense_layers`: MoE layers that lossless12 cannot hold.
     - `in_files`: whether experts stay in files.
-    - `coded`: bytes of the matrices that a run in bfloat16 keeps in the checkpoint's codes.
+    - `coded`: Weights.coded, for a run that keeps those matrices so.
     """
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
@@ -104,6 +104,5 @@ def facts_without_weights(
     count = sum(config.moe_layers) * config.num_experts if in_files else 0
     file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
     params = abstract_params(config, dtype)
-    if coded and named == "bfloat16":
-        params = in_codes(params, coded)
+    params = in_codes(params, (coded or {}).get(named, {}))
     return ModelFacts(config, named, store, *bytes_of(params), file_bytes)

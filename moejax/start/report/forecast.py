@@ -116,7 +116,7 @@ def forecast(
     expert_budgets: Sequence[int | Share | None] = (None,),
     evictions: Sequence[str] = ("lru",),
     trace: Trace | None = None,
-    coded: Mapping[str, int] | None = None,
+    coded: Mapping[str, dict[str, int]] | None = None,
 ) -> list[Forecast]:
     """Returns forecasts for each batch and budget: of the driver `device` with each eviction, of
     the same with the least misses that any eviction could have (`least`, Belady's MIN, where layers

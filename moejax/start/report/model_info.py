@@ -30,6 +30,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.hub import model_directory
+from pallas_kernels.linear.coded import CODED_DTYPES
 from pallas_kernels.records import VERSIONS
 
 EXPERTS = "experts"
@@ -117,8 +118,8 @@ class Weights:
     """The MoE layers that each such version lacks; they are dense."""
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
     """Tensors that the model does not use, counted by what they belong to."""
-    coded: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Key → bytes of the matrices that stay in the files' codes where a CPU runs in bfloat16."""
+    coded: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """Dtype of a run on a CPU → key → bytes of the matrices that stay in the files' codes."""
 
 
 def read_headers(
@@ -144,7 +145,7 @@ def read_headers(
     if kind == "config":
         return parse_config(read_json(directory), str(path)), None
     left_out: dict[str, int] = {}
-    coded: dict[str, int] = {}
+    coded: dict[str, dict[str, int]] = {}
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
@@ -154,7 +155,9 @@ def read_headers(
         config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
         made, left_out = ({}, {}), opened.left_out
-        coded = {key: 2 * count for key, (_, count) in opened.coded_params("bfloat16").items()}
+        for dtype in CODED_DTYPES:
+            found = opened.coded_params(dtype)
+            coded[dtype] = {key: 2 * count for key, (_, count) in found.items()}
     sizes = [path.stat().st_size for path in paths if path.is_file()]
     return config, Weights(kind, len(sizes), sum(sizes), *made, left_out, coded)
 
@@ -170,7 +173,7 @@ def in_codes(params: Any, coded: Mapping[str, int]) -> Any:
 
 
 def model_info(
-    config: ModelConfig, dtype: str = "auto", coded: Mapping[str, int] | None = None
+    config: ModelConfig, dtype: str = "auto", coded: Mapping[str, dict[str, int]] | None = None
 ) -> ModelInfo:
     """Returns the sizes of a model.
 
@@ -184,7 +187,7 @@ def model_info(
     if record.biases:
         expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
-    sizes = coded if coded and params["embed"].dtype.name == "bfloat16" else {}
+    sizes = (coded or {}).get(params["embed"].dtype.name, {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
@@ -234,7 +237,7 @@ def fit(
     context: int | None = None,
     version: str | None = None,
     expert_budget: int | Share | None = None,
-    coded: Mapping[str, int] | None = None,
+    coded: Mapping[str, dict[str, int]] | None = None,
 ) -> Fit:
     """Returns what fits into `memory` bytes of a device: the dense part first, then the arena,
     split like an engine's (host_offload.memory.budget).

@@ -229,8 +229,11 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops,
 def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(directory, capsys):
     path = directory / "coded.gguf"
     gguf_model(path, experts="Q4_K", others="Q6_K", **WIDE)
-    found = run(path, "bfloat16")
-    assert found[1] == run(directory / "coded-dense", "bfloat16")[1]
+    for dtype in "bfloat16", "float32":
+        found = run(path, dtype)
+        assert found[1] == run(directory / "coded-dense", dtype)[1]
+    wide = load_checkpoint(path, dtype="float32", coded=True)
+    assert isinstance(wide.params["lm_head"], CodedWeights)
     whole, same = (load_checkpoint(path, coded=coded) for coded in (True, False))
     loaded, plain, (config, weights), sizes = whole.params, same.params, read_headers(path), []
     for model, coded in ((whole, weights.coded), (same, {})):  # which a dry run has from headers
