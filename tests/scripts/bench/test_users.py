@@ -31,6 +31,9 @@ def test_a_users_own_counts_predict_what_those_of_all_do_not():
         assert row["covered"] == 1.0 and row["cells"] == row["of_all"] == 4
         assert row["kv_tokens"] == 0
     assert np.mean([row["population"] for row in rows]) < 0.7
+    # Four sessions of all for one of the user: those of b, which are longer, decide.
+    longer = users.compare(given | {"b": [session(1, 80)] * 4}, ABOUT, 0.01)
+    assert [row["population"] for row in longer] == [0.0, 0.0, 1.0, 1.0]
     # In the layer with the most: without the first one a user needs two cells, and all need four.
     alone = {"a": [session(0)[:, ::-1]] * 4, "b": [session(1)[:, ::-1]] * 4}
     for each in alone.values():
