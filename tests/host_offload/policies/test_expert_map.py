@@ -10,6 +10,7 @@ import math
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.policies.recorded import RecordedPolicy, repeat_run
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError
+from pallas_kernels.plan.victim import victim_key
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.policies.kinds import (
     EXPERTS,
@@ -240,6 +242,16 @@ def test_evicted_is_the_least_probability_times_frequency(trace, told, printed):
     )
     order = np.argsort(PROBABILITIES[1, 0].astype(np.float64) * (frequency[0] + (not printed)))
     assert [owner for _, owner in rank_cells(tables, 0, 0)] == order.tolist()
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_as_printed_one_use_counts_as_one(printed):
+    """0.7 · 1 is less than 0.1 · 9, and 0.7 · 2 is more than 0.1 · 10."""
+    seen: Any = SimpleNamespace(frequency=np.array([[1, 9]], np.int32))
+    policy, likely = ExpertMap(printed=printed), np.array([[0.7, 0.1]], np.float32)
+    prior = policy._prior(likely, seen)
+    key = victim_key(np.int32(1), seen.frequency, prior, policy.victim_weights)[0]
+    assert (key[0] < key[1]) == printed
 
 
 def test_refusals(trace, told, tmp_path):

@@ -138,6 +138,14 @@ def of_working_set(rng: np.random.Generator, sizes, steps: int = 300) -> list[np
     ]
 
 
+def test_nearer_layers_weigh_more():
+    """The layer before predicts expert 0, and the one before that, at half the weight, expert 1."""
+    pairs = np.zeros((3, 2, 2, 2))
+    pairs[1, 0] = np.eye(2)
+    pairs[2, 0, :, 0] = pairs[2, 1, :, 1] = 1
+    np.testing.assert_allclose(predicted_use(pairs, 1)[2], [2 / 3, 1 / 3])
+
+
 def test_both_find_the_working_set(tmp_path):
     """Where a user uses w experts of a layer, predicted and measured faults collapse at w."""
     sizes = [4, 9, 2, 13]
