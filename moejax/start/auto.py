@@ -41,7 +41,7 @@ def with_auto(plan: StartPlan) -> StartPlan:
     moved = any({"cells", "kv_pages"} & each.writes for each in settings.policies)
     given = moved or policy.cells != Cells()
     if memory.expert_budget is memory.kv_budget is None and not given:
-        arms = (*arms, *(arm + SPLIT for arm in arms))
+        arms = (*(arm + SPLIT for arm in arms), *arms)  # the first serves requests that need KV
     if not plan.steps.config.routes_apart:
         arms = (*arms, *settings.prefetch_arms)
     costs, source = _costs(plan)

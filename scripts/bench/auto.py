@@ -19,22 +19,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Policy
+from host_offload.control.interface import Decision, Observation, Policy
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.simulate import auto as choices
-from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto
+from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto, Watched
 from host_offload.simulate.prediction import predict
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
@@ -86,7 +87,7 @@ def run_load(
 ) -> tuple[list[float], list[Any]]:
     """Returns (seconds of each phase, tokens) of a load.
 
-    - `counted`: STEP_S and PREFILL_S a step, and bytes at the link's rate, whatever the clock says.
+    - `counted`: by counted_s, whatever the clock says.
     """
     vocabulary, answers, seconds = llm.engine.runner.config.vocab_size, [], []
     for number, (count, length, tokens) in enumerate(phases):
@@ -101,11 +102,24 @@ def run_load(
 
 
 def counted_s(llm: LLM) -> float:
-    """Returns the seconds that the engine's steps and bytes so far take by --counted."""
+    """Returns the seconds that the engine's steps and bytes so far take by --counted: STEP_S and
+    PREFILL_S a step, and bytes at the link's rate."""
     statistics, queue = llm.engine.statistics, llm.engine.runner.steps.queue
     assert queue is not None
     steps = STEP_S * statistics.steps["decode"] + PREFILL_S * statistics.steps["prefill"]
     return sum(statistics.moved.values()) / queue.rate + steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Auto):
+    """Auto by another clock, so that a busy machine changes no choice."""
+
+    clock: Callable[[], float] = time.perf_counter
+
+    def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        shown = object.__new__(Observation)
+        shown.__dict__.update(vars(seen), seconds=self.clock())
+        return super().decide(state, shown)
 
 
 def auto_of(llm: LLM) -> Auto:
@@ -118,7 +132,10 @@ def auto_of(llm: LLM) -> Auto:
 
 def fresh(policy: Auto) -> Auto:
     """Returns the policy without what earlier runs learned."""
-    order = sorted(policy.arms, key=lambda arm: (SPLIT in arm, arm in PREFETCH, arm != "lru", arm))
+    order = sorted(
+        policy.arms,
+        key=lambda arm: (arm in PREFETCH, SPLIT not in arm, not arm.startswith("lru"), arm),
+    )
     return dataclasses.replace(policy, arms=tuple(order), ratios=(1.0, 1.0))
 
 
@@ -133,6 +150,9 @@ def begin(llm: LLM, policy: Policy) -> None:
 def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one cell. Returns its figures. Raises UserError if tokens differ."""
     policy = fresh(auto_of(llm))
+    if args.counted:
+        settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+        policy = Counted(**settings, clock=functools.partial(counted_s, llm))
     phases = phases_of(load, llm.engine.scheduler.max_model_len, args.tokens)
     ways: dict[str, Policy] = {
         arm: POLICIES[arm]() if arm in POLICIES else dataclasses.replace(policy, arms=(arm,))
@@ -146,6 +166,9 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
     first: list[Any] | None = None
     for turn in range(args.rounds):
         for name in sorted(ways, reverse=turn % 2 == 1):
+            if name == STAYS and args.counted:  # which has no costs of its own
+                found[name].append([np.nan] * len(phases))
+                continue
             begin(llm, ways[name])
             kept = choices.correct
             if name == "no correction":
@@ -189,6 +212,7 @@ def compared(arms: Mapping[str, float], seconds: float, said: Mapping[str, Any])
         "to_lru": seconds / arms["lru"] - 1,
         "tau": kendall([prices[arm] for arm in arms], [*arms.values()]) if prices else float("nan"),
         "switches": said["switches"],
+        "why": said["why"],
         "arms": arms,
     }
 
