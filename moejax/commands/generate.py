@@ -382,7 +382,7 @@ def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dic
             "resumed to the same ones; use swap, with more --swap-space if it is too small"
         )
     why = "a job could not be resumed to the same results"
-    refuse_unequal(args.cache_aware_routing, options.get("placement"), why)
+    refuse_unequal(options, why)
     choice = options.get("generation_config", "auto")
     usual = {"max_tokens": MAX_TOKENS, **sampling_defaults(model_directory(args.model), choice)}
     params = SamplingParams(**{**usual, **given})

@@ -7,6 +7,7 @@ import dataclasses
 from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.hobbit import Hobbit
 from host_offload.queue.cached import CacheSpec, least_records
 from moejax.errors import UserError
 from moejax.start.choices import Settings
@@ -68,6 +69,7 @@ def parts_of(start: Situation) -> dict[str, str]:
     sizes = [n for n in ("expert_budget", "kv_budget") if getattr(memory, n) is not None]
     given = {name: name for name, wanted in find_cell_options(options).items() if wanted}
     drafts, seqs = options.runtime.speculative_config, options.runtime.max_num_seqs
+    by_miss = isinstance(precision.policy, Hobbit)
     fixed = mixed and not isinstance(precision.policy, DynaExq) and not precision.paged
     there: dict[str, str | bool] = {
         "driver=device": driver.name == "device",
@@ -93,7 +95,9 @@ def parts_of(start: Situation) -> dict[str, str]:
         "lossless12": (precision.in_transit or "lossless12" in precision.versions) and named,
         "two versions": mixed and named,
         "all resident": mixed and not precision.paged and named,
-        "paged": mixed and precision.paged and f"{named},paged=true",
+        "paged": mixed and precision.paged and (named if by_miss else f"{named},paged=true"),
+        "by miss": by_miss and named,
+        "prefetch": any("stages" in each.writes for each in settings.policies) and "prefetch",
         "fixed": fixed and named,
         "versions that change": mixed and not fixed and named,
         "arrival": precision.publish == "arrival" and "publish=arrival",
@@ -203,6 +207,8 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "out one",
     ("two versions", "resize by misses"): "every expert is resident, so nothing is missed; use "
     "resize=peak_headroom",
+    ("by miss", "prefetch"): "it decides what a miss brings, and a prefetch would bring other "
+    "experts in few bits; leave out one",
     ("two versions", "cells"): "experts of all layers share its cells, or each layer has cells of "
     "both versions; leave out cells",
     ("gives away", "store=file"): "it computes experts where they lie in memory; take "

@@ -442,18 +442,23 @@ def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 
-def refuse_unequal(cache_aware: float | str | None, placement: str | None, why: str) -> None:
+def refuse_unequal(policy: Mapping[str, Any], why: str) -> None:
     """Raises UserError for options by which outputs depend on which experts are resident:
-    cache-aware routing, and a placement that adds experts a layer late.
+    cache-aware routing, a placement that adds experts a layer late, versions that change.
 
+    - `policy`: the options given, by name.
     - `why`: what follows "and" in the message.
     """
     from host_offload.policies.placement.placement_names import deferred
+    from host_offload.policies.precision.precision_names import precision_of
 
     makes = f"makes outputs depend on which experts are resident, and {why}; leave"
-    if cache_aware is not None:
+    if policy.get("cache_aware_routing") is not None:
         raise UserError(f"cache_aware_routing {makes} it out")
     with user_errors(ValueError):
-        deferring = deferred(placement) > 0
+        deferring = deferred(policy.get("placement")) > 0
+        precision = precision_of(policy.get("precision"))
     if deferring:
         raise UserError(f"placement defer=N {makes} defer out")
+    if precision.policy is not None:
+        raise UserError(f"precision {precision.name} {makes} it out")

@@ -146,7 +146,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "prefetch": ("random",),
     "placement": ("fiddler,per_token=1ms,startup=1ms,load=1ms",),
     "cache_aware_routing": ("0.1",),
-    "precision": ("int8", "int4", "int2", "lossless12", "random"),
+    "precision": ("int8", "int4", "int2", "lossless12", "random", "hobbit", "dynaexq"),
     "cells": ("marginal",),
     "resize": ("peak_headroom",),
     "driver": ("host", "stream"),

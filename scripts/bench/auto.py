@@ -4,8 +4,9 @@ python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--s
 
 Each cell runs the same requests on one engine under each arm alone and under auto, from a cold
 cache and with everything compiled; tokens must be equal. The regret is auto's time over that of the
-best arm in hindsight, less 1. `cost` is the time of auto that prices and never leaves LRU over that
-of plain LRU, and `at best` that of the best arm of each phase over that of the best arm, less 1.
+best arm in hindsight, less 1. `cost` is the time of auto that prices and never leaves its first arm
+over that of this arm, and `at best` that of the best arm of each phase over that of the best arm,
+less 1.
 `tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread` is auto's
 slowest round over its fastest.
 
@@ -193,7 +194,7 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
     record = llm.engine.runner.link_bytes[0]
     return {
         **compared(arms, best["auto"], said),
-        "cost": best[STAYS] / arms["lru"] - 1,
+        "cost": best[STAYS] / arms[policy.arms[0]] - 1,
         "at_best": float(of_phases.min(axis=0).sum()) / arms[fixed] - 1,
         "spread": max(totals["auto"]) / best["auto"] - 1,
         "switch_mb": said["switched_experts"] * record / 1e6,

@@ -126,8 +126,11 @@ class Precision:
 
     def report(self) -> dict[str, Any]:
         """The precision as plain data, for statistics and results."""
-        ours = isinstance(self.policy, DynaExq)
-        names = ("alpha", "margin", "slack", "interval") if ours else ()
+        names: tuple[str, ...] = ()
+        if isinstance(self.policy, DynaExq):
+            names = ("alpha", "margin", "slack", "interval")
+        elif isinstance(self.policy, Hobbit):
+            names = ("threshold",)
         return {
             "name": self.name,
             "versions": list(self.versions),

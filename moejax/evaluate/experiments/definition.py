@@ -136,8 +136,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _options(value: Any) -> dict[str, Any]:
     found = _mapping(value)
     refuse_unequal(
-        found.get("cache_aware_routing"),
-        None,
+        {"cache_aware_routing": found.get("cache_aware_routing")},
         "a grid's cells compare what equal outputs cost; `moejax eval` measures quality",
     )
     for name in found:

@@ -201,9 +201,9 @@ def worker_options(
     CPUs. Without GPUs, or with device "cpu": one for each node, with all its CPUs; if more workers
     are asked for, they divide the CPUs. Raises UserError if no node has room for a worker, and for
     options that can never work."""
-    policy = Config.of(model, **options).policy
     why = "workers that share a job out must give the results of one"
-    refuse_unequal(policy.cache_aware_routing, policy.placement, why)
+    Config.of(model, **options)  # refuses what no model has
+    refuse_unequal(options, why)
     alive, given = nodes(), dict(options)
     on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"
     useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive

@@ -55,6 +55,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["generate", "x", "--system", "y"], "--system needs --chat"),
         (["generate", "--input", "f"], "--input needs --output FILE"),
         ([*JOB, "--placement", "ktransformers,defer=1"], "and a job could not be resumed"),
+        ([*JOB, "--precision", "hobbit"], "precision hobbit makes outputs depend on which experts"),
+        ([*JOB, "--precision", "dynaexq"], "precision dynaexq makes outputs depend on which"),
         (["generate", "x", "--overwrite"], "--output, --on-error and --overwrite need --input"),
         ([*JOB, "--on-error", "x"], "invalid choice: 'x'"),
         ([*JOB, "--kv-overflow", "recompute"], "could not be resumed"),

@@ -75,6 +75,10 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"transfers": "queue,latency=-1us"}, "latency='-1us' is not a time; write 20us, 1.5"),
             ({"transfers": "queue,chunk_bytes=0"}, "chunk_bytes='0' is not a size"),
             ({"transfers": "ssd"}, "unknown transfers 'ssd'; known: ops, queue"),
+            (
+                {"precision": "hobbit", "prefetch": "fate"},
+                "precision hobbit and prefetch do not go together: it decides what a miss brings",
+            ),
             ({"transfers": "ops,rate=2GB/s"}, "transfers 'ops' has no setting 'rate=2GB/s'"),
         ],
     ),
