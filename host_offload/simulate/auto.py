@@ -519,7 +519,8 @@ class Auto:
         """Returns the state at the end of a window after which none follows at once."""
         rest = self._window * SELDOM
         if not self.ahead:
-            paid = COST * float(np.mean([sample.seconds for sample in window])) / WATCH_S
+            seconds = float(np.mean([sample.seconds for sample in window]))
+            paid = max(COST * seconds / WATCH_S, 1e-9)  # a trace may have no times
             rest = min(int(self.window * state.windows * (1 / paid - 1)), LONGEST)
         if rest < self.window:
             return state

@@ -423,6 +423,8 @@ class SimulatedEngine:
         control.after_dispatch(step.number)
         found = step._replace(
             missed=done.missed,
+            fills=done.fills,
+            read_through=done.read_through,
             placed=done.placed,
             staged=carried_out if entries else None,
             ahead=None if search is None else np.concatenate(search.chosen),

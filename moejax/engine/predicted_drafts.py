@@ -18,7 +18,7 @@ from moejax.engine.drafts import Drafts
 from moejax.engine.loop import Engine
 from moejax.engine.sampling import sampling_of
 from moejax.engine.step_work import Step
-from moejax.requests.request import Request, Session
+from moejax.requests.request import Request
 from moejax.step.step_parts import empty_prefill
 
 
@@ -85,8 +85,8 @@ class PredictedDrafts(Drafts):
         super().__init__(most, adaptive=adaptive)
         self.engine, self._runner = engine, engine.runner
         self._cache = engine.scheduler.cache
-        self._sequences: OrderedDict[Request | Session, _Sequence] = OrderedDict()
-        """By request, or by session, whose turns follow each other; the longest unused first."""
+        self._sequences: OrderedDict[Request, _Sequence] = OrderedDict()
+        """The longest unused first."""
 
     # ---- what the model computed
 
@@ -102,39 +102,38 @@ class PredictedDrafts(Drafts):
         for i, chunk in enumerate(step.work.chunks):
             rows = hidden[i * size + chunk.skip : i * size + chunk.length]
             self._take(chunk.request, chunk.start + chunk.skip, rows)
-        for request in [r for r in self._sequences if isinstance(r, Request) and r.finish_reason]:
+        for request in [r for r in self._sequences if r.finish_reason]:
             self._drop(request)
 
     def _take(self, request: Request, position: int, hidden: np.ndarray) -> None:
         """Takes hidden states of the model from a position on."""
         if request.finish_reason is not None or request.targets is not None:
             return
-        key = request.session or request
-        sequence = self._sequences.get(key)
+        sequence = self._sequences.get(request)
         if sequence is None or not sequence.first <= position <= sequence.end:
-            self._drop(key)
-            sequence = self._sequences[key] = _Sequence(position)
-        self._sequences.move_to_end(key)
+            self._drop(request)
+            sequence = self._sequences[request] = _Sequence(position)
+        self._sequences.move_to_end(request)
         sequence.go_back(position)
-        sequence.waiting += [*hidden]
+        sequence.waiting += [row.copy() for row in hidden]  # a view would keep the whole step
         tokens, chunk = self.histories.tokens(request), self._runner.shapes.chunk
         # The token after the last position may not be known yet.
         while (whole := chunk - sequence.done % chunk) <= len(sequence.waiting) and (
             sequence.first + sequence.done + whole < len(tokens)
         ):
-            if not self._prefill(key, sequence, tokens, whole):
+            if not self._prefill(request, sequence, tokens, whole):
                 return
 
-    def _drop(self, key: Request | Session) -> None:
-        if (sequence := self._sequences.pop(key, None)) is not None:
+    def _drop(self, request: Request) -> None:
+        if (sequence := self._sequences.pop(request, None)) is not None:
             self._cache.release(sequence.blocks)
 
-    def _reserve(self, key: Request | Session, sequence: _Sequence, positions: int) -> bool:
+    def _reserve(self, request: Request, sequence: _Sequence, positions: int) -> bool:
         """Gives a sequence pages for so many positions, those of the longest unused if none is
         free. Returns whether there are any; without, the sequence is dropped, and begins anew with
         the next hidden state."""
         if positions > self.engine.scheduler.max_model_len:
-            self._drop(key)
+            self._drop(request)
             return False
         size = self._cache.arena.layout.page.block_size
         count = -(-positions // size) - len(sequence.blocks)
@@ -145,7 +144,7 @@ class PredictedDrafts(Drafts):
             except OutOfPages:
                 oldest = next(iter(self._sequences))
                 self._drop(oldest)
-                if oldest is key:
+                if oldest is request:
                     return False
         return True
 
@@ -157,22 +156,23 @@ class PredictedDrafts(Drafts):
         last: dict[Request, _Row] = {}
         read: list[_Row] = []
         for request, most in asked.items():
-            key, tokens = request.session or request, self.histories.tokens(request)
-            sequence, count = self._sequences.get(key), min(most, share)
+            tokens = self.histories.tokens(request)
+            sequence, count = self._sequences.get(request), min(most, share)
             # Without hidden states up to the last token, such as after a step that failed, there is
             # no draft.
             if sequence is None or not sequence.waiting or sequence.end != len(tokens) - 1:
                 continue
-            self._sequences.move_to_end(key)
-            if count < 1 or not self._reserve(key, sequence, sequence.end - sequence.first + count):
+            self._sequences.move_to_end(request)
+            needed = sequence.end - sequence.first + count
+            if count < 1 or not self._reserve(request, sequence, needed):
                 continue
             ahead = len(sequence.waiting) - 1
-            if ahead > self.most and not self._prefill(key, sequence, tokens, ahead):
+            if ahead > self.most and not self._prefill(request, sequence, tokens, ahead):
                 continue
             drafts[request] = []
         for request in drafts:
-            key, tokens = request.session or request, self.histories.tokens(request)
-            if (sequence := self._sequences.get(key)) is None:  # another one took its pages
+            tokens = self.histories.tokens(request)
+            if (sequence := self._sequences.get(request)) is None:  # another one took its pages
                 continue
             start = sequence.first + 1
             for hidden in sequence.waiting:
@@ -228,11 +228,11 @@ class PredictedDrafts(Drafts):
         return np.asarray(hidden)
 
     def _prefill(
-        self, key: Request | Session, sequence: _Sequence, tokens: np.ndarray, count: int
+        self, request: Request, sequence: _Sequence, tokens: np.ndarray, count: int
     ) -> bool:
         """Computes keys and values of the first `count` waiting positions. Returns whether there
         were pages for them."""
-        if not self._reserve(key, sequence, sequence.done + count):
+        if not self._reserve(request, sequence, sequence.done + count):
             return False
         size, end = self._runner.shapes.chunk, sequence.done + count
         while sequence.done < end:

@@ -23,6 +23,7 @@ from host_offload.policies.precision.precision_names import Precision
 from moejax.costs.transition_bound import describe_step_bound
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from pallas_kernels.linear.coded import CODED_DTYPES
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def checkpoint_notes(
         return []
     dtype, held = layout.records[0].dtype, config.expert_layers
     rest = f"other {own.method} matrices are dequantized to {dtype} at load"
-    if native and dtype == "bfloat16":
+    if native and dtype in CODED_DTYPES:
         rest += ", but for those that only products read, which stay in their codes"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"

@@ -494,7 +494,8 @@ def _result_notes(steps: StepSpec) -> list[str]:
     if steps.ops.arithmetic != "exact":
         only = ""
         if steps.ops.linear != "cpu" or steps.dtype not in CODED_DTYPES:
-            only = " of experts (other matrices stay in codes by native ops only)"
+            own = "by native ops alone, in bfloat16 and float32"
+            only = f" of experts (other matrices stay in codes {own})"
         notes.append(
             f"arithmetic {steps.ops.arithmetic}: in products with weights{only} in integer codes "
             "activations are rounded to 8 bits; the output has other bits than with exact"

@@ -187,7 +187,7 @@ def model_info(
     if record.biases:
         expert += 2 * record.width + record.hidden
     found: dict[str, list[int]] = {}
-    sizes = (coded or {}).get(params["embed"].dtype.name, {})
+    sizes = (coded or {}).get(params["embed"].dtype.name) or dict[str, int]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
