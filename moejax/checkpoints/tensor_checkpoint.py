@@ -37,6 +37,7 @@ from moejax.checkpoints.shards import (
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
     ExpertPlace,
+    TABLES,
     ParamPlace,
     Place,
     check_experts,
@@ -172,7 +173,7 @@ class TensorCheckpoint(Checkpoint):
         tensors = [*self.expert_tensors] if held else []
         tensors += [each for chunk in self.param_tensors.values() for each in chunk]
         headers = (file.tensors[name] for file, name in tensors)
-        return sum(math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
+        return sum(math.prod(h.shape) * np.dtype(h.dtype).itemsize for h in headers)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[TensorCheckpointReader]:
@@ -401,7 +402,9 @@ def _check_names(
         shape, dtype = file.tensors[name].shape, file.tensors[name].dtype
         if is_ignored(config, name):
             continue
-        if dtype not in NUMPY_DTYPES:
+        place = places.get(name)
+        is_table = isinstance(place, ParamPlace) and place.key in TABLES
+        if dtype not in NUMPY_DTYPES and not (is_table and np.dtype(dtype).kind == "i"):
             raise UserError(
                 f"{file.path}: tensor {name} has dtype {dtype}, but config.json names no "
                 "quantization that has it there; use a checkpoint in one of the formats of "

@@ -200,7 +200,7 @@ class OpenTensor:
 
     @property
     def _stored(self) -> np.dtype:
-        return NUMPY_DTYPES[self.file.tensors[self.name].dtype]
+        return np.dtype(self.file.tensors[self.name].dtype)
 
     def _read(self, out: np.ndarray, first: int, index: int | None = None) -> int:
         """Fills `out`, [rows, width] in the file's order, with rows from `first` on. Returns the
@@ -290,6 +290,8 @@ def count_nonfinite(values: np.ndarray) -> int:
 
     - `values`: contiguous, of a dtype of NUMPY_DTYPES.
     """
+    if values.dtype.kind == "i":
+        return 0
     mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
     sign = 1 << (8 * values.itemsize - 1)
     signed = bits.view(np.dtype(f"int{8 * values.itemsize}"))

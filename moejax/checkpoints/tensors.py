@@ -12,7 +12,7 @@ import numpy as np
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Parts
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import STREAM_PARAMS, ModelConfig
 from moejax.models.next_token import PREDICTOR_NORMS
 from pallas_kernels.records.format import MATRICES
 
@@ -75,6 +75,9 @@ class ExpertPlace:
 
 Place = ParamPlace | ExpertPlace
 
+TABLES = frozenset({"expert_of_token"})
+"""Parameters of integers, which float32 holds."""
+
 BLOCKS = "_blocks"
 """After the name of stacked experts, where they are in MXFP4."""
 
@@ -92,6 +95,11 @@ def model_params(config: ModelConfig) -> dict[str, Parts]:
         params["lm_head"] = (("lm_head.weight", table),)
     if config.lm_head_bias:
         params["lm_head_bias"] = (("lm_head.bias", (config.vocab_size,)),)
+    if config.streams is not None:
+        count = config.streams.count
+        shapes = (count, config.stream_values), (count,), (1,)
+        for key, name, shape in zip(STREAM_PARAMS, ("fn", "base", "scale"), shapes, strict=True):
+            params[key] = ((f"model.hc_head.hc_{name}", shape),)
     if config.predicts:
         params |= {norm: ((f"model.{norm}.weight", hidden),) for norm in PREDICTOR_NORMS}
         params["eh_proj"] = (("model.eh_proj.weight", (*hidden, 2 * config.hidden_size)),)

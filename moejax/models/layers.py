@@ -12,11 +12,13 @@ from flax import nnx
 from jax import lax
 
 from moejax.models.attention.kind import StateKind, Tokens
-from moejax.models.model_config import SECOND, ModelConfig, finishes
+from moejax.models.attention.mamba import unit_rms
+from moejax.models.model_config import SECOND, STREAM_PARAMS, ModelConfig, finishes
 from moejax.models.next_token import PREDICTOR_NORMS
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
-from pallas_kernels.expert_ffn import ACTIVATIONS
+from pallas_kernels.dispatch import KERNELS
+from pallas_kernels.expert_ffn import gated
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     CodedWeights,
@@ -41,6 +43,7 @@ from pallas_kernels.route import (
     route_and_list,
     route_and_plan,
     route_scores,
+    weigh,
 )
 
 
@@ -109,9 +112,13 @@ class LayerStack(nnx.Module):
         follow = [(self.group, self.first_in_page + i) for i in range(self.size)]
         self.places = None if places == follow else np.array(places, np.int32)
         """int32[layers, 2]: (group, place) of each layer's pages; None: they follow the first."""
+        far = [config.far_places.get(first_layer + n) for n in range(self.size)]
+        self.far_places = None if None in far else np.array(far, np.int32)
+        """As places, of the layers' further pages; None: they have none."""
         self.has_state = isinstance(config.attention, StateKind)
         if not self.has_state:
             self.page_factor = config.page_row_values // config.page(1).head_dim
+            self.row_values = config.page_row_values
         windows = config.windows[first_layer : first_layer + self.size]
         numbers = [NO_WINDOW if window is None else window for window in windows]
         masked = any(windows) and not config.chunked_window
@@ -126,6 +133,19 @@ class LayerStack(nnx.Module):
     def page_layer(self, i) -> jax.Array:
         """The place of layer i among the layers of its page."""
         return self.first_in_page + i if self.places is None else jnp.asarray(self.places)[i, 1]
+
+    def far_layer(self, i) -> tuple[jax.Array, jax.Array, int]:
+        """(group, place in its pages, KV rows in one row by which pages are addressed) of layer i's
+        further pages."""
+        page = self.config.attention.far_page(1)
+        assert self.far_places is not None and page is not None
+        group, place = jnp.asarray(self.far_places)[i]
+        return group, place, self.row_values // page.head_dim
+
+    def near_layer(self, i) -> tuple[jax.Array | int, jax.Array, int]:
+        """As far_layer, of its first pages."""
+        group = self.group if self.places is None else jnp.asarray(self.places)[i, 0]
+        return group, self.page_layer(i), self.page_factor
 
     def _in_pages(self, i, tokens: Tokens) -> Tokens:
         """The tokens with the pages of layer i."""
@@ -241,9 +261,16 @@ class LayerStack(nnx.Module):
                 page: Any = self.config.state_page(block_size, str(x.dtype))
             else:
                 page, tokens = self.config.page(block_size), self._in_pages(i, tokens)
-            given = i, x, arena, tokens, page, squares, counters
+            mixing = None
+            if self.config.streams is None:
+                given = i, x, arena, tokens, page, squares, counters
+            else:
+                read, mixing = self._mixing(i, x, "attention", every)
+                given = i, read, arena, tokens, page, None, counters
             attended, arena, counters = self.config.attention.attend(self, *given)
-            if with_squares:
+            if mixing is not None:
+                x, squares = self._mix(x, self.linear(attended, "o", i, tokens), mixing), None
+            elif with_squares:
                 x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
             else:
                 x = self._plus(x, attended, "o", i, tokens, "attention_out_norm")
@@ -275,6 +302,9 @@ class LayerStack(nnx.Module):
         """
         with jax.named_scope("route"):
             x, normed, logits = self._score(i, x, tokens, squares)
+            if "expert_of_token" in self.weights:
+                ids, weights = self._weigh_listed(i, sum_of_parts(logits), tokens)
+                return lax.optimization_barrier((x, normed, ids, weights))
             correction, row = self._correction(), i
             if favour is not None:
                 favour = jnp.pad(favour, (0, self.config.zero_experts))
@@ -291,6 +321,46 @@ class LayerStack(nnx.Module):
             x, ids, weights = self._plus_inputs(x, normed, ids, weights)
             normed, weights = self._weigh(i, normed, ids, weights, tokens)
             return lax.optimization_barrier((x, normed, ids, weights))
+
+    def _weigh_listed(self, i, logits, tokens):
+        """ids and weights of the experts that the table lists for each token."""
+        table = self.weight("expert_of_token")
+        listed = table[i, tokens.ids].astype(jnp.int32)
+        return weigh(logits, listed, tokens.valid, rule=self.config.route_rule)
+
+    def _mixing(self, i, x, part, tokens):
+        """What a part of the layer reads [T, D] of the streams x [T, N·D], and (factors of its output
+        for each stream, [T, N]; the matrix that mixes streams, [T, N, N])."""
+        streams = self.config.streams
+        count, eps = streams.count, streams.eps
+        options = linear_options(self.ops, tokens)
+        factors = stream_factors(x, self.weight(f"{part}_streams"), i, options, self.config)
+        factors = factors * jnp.repeat(
+            self.weight(f"{part}_scale")[i], np.array([count, count, count**2]), axis=0
+        )
+        factors = factors + self.weight(f"{part}_base")[i]
+        read, out, mixed = jnp.split(factors, (count, 2 * count), axis=1)
+        read, out = jax.nn.sigmoid(read) + eps, 2 * jax.nn.sigmoid(out)
+        mixed = jax.nn.softmax(mixed.reshape(-1, count, count), axis=2) + eps
+        mixed = mixed / (jnp.sum(mixed, axis=1, keepdims=True) + eps)
+        for _ in range(streams.iterations - 1):
+            mixed = mixed / (jnp.sum(mixed, axis=2, keepdims=True) + eps)
+            mixed = mixed / (jnp.sum(mixed, axis=1, keepdims=True) + eps)
+        return lax.optimization_barrier((sum_streams(x, read), (out, mixed)))
+
+    def _mix(self, x, added, mixing):
+        """The streams after a part that gave `added` [T, D]."""
+        out, mixed = mixing
+        count = out.shape[1]
+        each = [y.astype(jnp.float32) for y in jnp.split(x, count, axis=1)]
+        added = added.astype(jnp.float32)
+        new = []
+        for k in range(count):
+            total = added * out[:, k, None]
+            for j in range(count):
+                total = total + each[j] * mixed[:, j, k, None]
+            new.append(total.astype(x.dtype))
+        return jnp.concatenate(new, axis=1)
 
     def _plus_inputs(self, x, normed, ids, weights):
         """(x with the outputs of chosen zero_experts, ids and weights without these)."""
@@ -368,6 +438,8 @@ class LayerStack(nnx.Module):
     def _score(self, i, x, tokens, squares):
         """(what the experts add to: x plus its shared expert if there is one, normalised x, router
         logits in parts)."""
+        if self.config.streams is not None:
+            x, _ = self._mixing(i, x, "mlp", tokens)
         x, after = (x, x) if self.second is None else jnp.split(x, 2, axis=1)
         if "router_norm" in self.weights:
             normed = self.norm(x, "post_norm", i)
@@ -395,6 +467,9 @@ class LayerStack(nnx.Module):
           that has norms of its own or routed ones are latent.
         """
         with jax.named_scope("finish"):
+            if self.config.streams is not None:
+                _, mixing = self._mixing(i, x, "mlp", tokens)
+                return lax.optimization_barrier(self._mix(x, out, mixing))
             if "latent_out" in self.weights:
                 out = self.linear(out, "latent_out", i, tokens)
                 if "shared_down" in self.weights:
@@ -426,6 +501,8 @@ class LayerStack(nnx.Module):
         - `x`: as attend returns it.
         """
         x = x if self.second is None else jnp.split(x, 2, axis=1)[0]
+        if self.config.streams is not None:
+            x, _ = self._mixing(i, x, "mlp", tokens)
         if "router_norm" in self.weights:
             return scale(self.norm(x, "router_norm", i), x.shape[1] ** -0.5)
         return self.norm(x, self.mlp_norm, i)
@@ -475,7 +552,28 @@ class LayerStack(nnx.Module):
             return (jax.nn.relu(up) * up).astype(normed.dtype)
         gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
+        return (self._activate(gate, up)).astype(normed.dtype)
+
+    def _activate(self, gate, up):
+        return gated(self.config.shared_swiglu or self.config.hidden_act, gate, up)
+
+
+def stream_factors(x, weights, layer, options: LinearOptions, config: ModelConfig) -> jax.Array:
+    """float32[T, M], the product of the normalised streams x [T, N·D] with weights float32
+    [L, M, N·D]."""
+    wide = unit_rms(x.astype(jnp.float32), config.rms_norm_eps, options.norm_implementation)
+    if options.implementation in KERNELS:  # these take no float32
+        options = dataclasses.replace(options, implementation="xla")
+    return linear(wide, weights, layer, None, options)
+
+
+def sum_streams(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """The streams x [T, N·D] times factors [T, N], added: [T, D]."""
+    each = jnp.split(x.astype(jnp.float32), factors.shape[1], axis=1)
+    total = each[0] * factors[:, :1]
+    for n, stream in enumerate(each[1:], 1):
+        total = total + stream * factors[:, n, None]
+    return total.astype(x.dtype)
 
 
 def scale(x: jax.Array, factor: float) -> jax.Array:
@@ -511,6 +609,10 @@ class Decoder(nnx.Module):
         self.final_norm_bias = _param(params, "final_norm_bias")
         self.lm_head = _param(params, "lm_head")
         self.lm_head_bias = _param(params, "lm_head_bias")
+        self.stream_params = nnx.List(
+            [nnx.Param(params[name]) for name in STREAM_PARAMS if name in params]
+        )
+        """What makes one of the last layer's streams."""
         self.hidden = _param(params, "hidden")
         """[·, D], what a layer that predicts a further token reads for each row beside embeddings,
         without further norms than its own."""
@@ -539,6 +641,8 @@ class Decoder(nnx.Module):
         x, factor = self.embedding[...][tokens], self.config.embedding_multiplier
         # A barrier between parts, so that no layer's sum is fused with this product.
         x = x if factor == 1 else lax.optimization_barrier(scale(x, factor))
+        if self.config.streams is not None:
+            return jnp.tile(x, self.config.streams.count)
         if self.hidden is None or self.projection is None:
             return x
         parts = x, self.hidden[...][: len(x)]
@@ -556,6 +660,9 @@ class Decoder(nnx.Module):
         - `row_tile`, `tiles`: see linear.
         """
         with jax.named_scope("logits"):
+            options = dataclasses.replace(linear_options(self.ops), row_tile=row_tile, tiles=tiles)
+            if self.config.streams is not None:
+                x = self._one_stream(x, options)
             weight, bias = self.final_norm[...][None], self.final_norm_bias
             bias = None if bias is None else bias[...][None]
             if self.config.mean_norms:
@@ -563,7 +670,6 @@ class Decoder(nnx.Module):
             x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
             head = self.embedding if self.lm_head is None else self.lm_head
             bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]
-            options = dataclasses.replace(linear_options(self.ops), row_tile=row_tile, tiles=tiles)
             matrix = head[...]
             if not isinstance(matrix, CodedWeights):  # those have layers already, one here
                 matrix = matrix[None]
@@ -571,6 +677,14 @@ class Decoder(nnx.Module):
             scaling, cap = self.config.logits_scaling, self.config.logits_cap
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+    def _one_stream(self, x, options):
+        weights, base, factor = (each[...] for each in self.stream_params)
+        assert self.config.streams is not None
+        factors = stream_factors(x, weights[None], 0, options, self.config) * factor + base
+        factors = jax.nn.sigmoid(factors) + self.config.streams.eps
+        return lax.optimization_barrier(sum_streams(x, factors))
 
 
 UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})

@@ -35,6 +35,17 @@ class LayerKind:
     rope: Rope
     rotary_width: int | None = None
     attention_only: bool = False
+    hashed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Hyper-connections (arXiv:2512.24880): layers keep `count` residual streams, which each layer
+    mixes by a matrix that `iterations` of Sinkhorn's make doubly stochastic."""
+
+    count: int
+    iterations: int
+    eps: float
 
 
 class PageGroup(NamedTuple):
@@ -55,6 +66,9 @@ MOST_GROUPS = 12
 
 SECOND = "second_"
 """Before the parameters of a layer's second attention and of the feed-forward behind it."""
+
+STREAM_PARAMS = "head_streams", "head_base", "head_scale"
+"""Parameters beside layers, of models with several residual streams."""
 
 TYPICAL_TOKENS = 8192
 """Tokens of the sequence for which layers are grouped: pages should waste least of its KV."""
@@ -186,6 +200,18 @@ class ModelConfig:
     """Of a layer that predicts a further token (moejax.models.next_token): which hidden states of
     its own its next prediction reads, "before" or "after" its final norm; empty: a whole model."""
 
+    shared_swiglu: ClampedSwiGLU | None = None
+    """swiglu, of the shared expert."""
+    hashed: bool = False
+    """Whether a table of token ids chooses the experts, and the router only weighs them."""
+    streams: Streams | None = None
+    """None: a layer adds to one residual stream."""
+
+    @property
+    def stream_values(self) -> int:
+        """Values of a token between layers: of all its streams."""
+        return self.hidden_size * (self.streams.count if self.streams else 1)
+
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration as a layer has it."""
         if self.layer_kinds is None:
@@ -245,6 +271,9 @@ class ModelConfig:
             seen = None if window is None else Window(window, self.chunked_window)
             own = self.of_layer(layer % self.num_hidden_layers)
             alike.setdefault((own.page(1), seen), []).append(layer)
+        for layer in range(self.num_hidden_layers):
+            if (page := self.of_layer(layer).attention.far_page(1)) is not None:
+                alike.setdefault((page, None), []).append(layer + len(self.windows))
         values = {key: key[0].rows_per_token * key[0].head_dim for key in alike}
 
         def per_group(size: int) -> dict[tuple[KVPage, Window | None], int]:
@@ -357,6 +386,17 @@ class ModelConfig:
         return self.attention.page(self, block_size)
 
     @property
+    def far_places(self) -> dict[int, tuple[int, int]]:
+        """As page_places, of the pages that layers have beside those of their window."""
+        layers = self.num_hidden_layers
+        return {
+            layer - layers: (number, place)
+            for number, group in enumerate(self.page_groups)
+            for place, layer in enumerate(group.layers)
+            if layer >= layers * self.attentions
+        }
+
+    @property
     def page_places(self) -> list[tuple[int, int]]:
         """(group, place among its layers) of each layer's pages; of a layer with state its place
         among these. The second attentions of layers follow all first ones."""
@@ -438,7 +478,7 @@ def with_state(config: ModelConfig, kind: StateKind, layers: Sequence[bool]) -> 
 def finishes(config: ModelConfig, params: Container[str]) -> bool:
     """Whether `LayerStack.finish` ends layers with these parameters: what experts add is normalised
     first, or projected, or attention is beside them."""
-    after = "mlp_out_norm" in params or "latent_out" in params
+    after = "mlp_out_norm" in params or "latent_out" in params or config.streams is not None
     return config.parallel or ("router" in params and after)
 
 
@@ -446,7 +486,7 @@ _NEWER = frozenset(
     {"chunked_window", "expert_bias", "layer_kinds", "length_limit", "logits_cap", "rope_layers"}
     | {"mean_norms", "parallel", "routes_apart", "swiglu", "unit_offset_norms", "weighted_inputs"}
     | {"attention_only", "ungated", "latent_width", "zero_experts", "second_attention"}
-    | {"predicts"}
+    | {"predicts", "hashed", "streams", "shared_swiglu"}
 )
 
 
@@ -468,6 +508,8 @@ def config_digest(config: ModelConfig) -> str:
     # Files of older releases have digests with this name and None for grouped-query attention.
     if fields["mlp_multiplier"] == 1:
         del fields["mlp_multiplier"]
+    if fields.get("swiglu", {}).get("shift") == 1:
+        del fields["swiglu"]["shift"]
     if fields["rope"]["part"] == 1:
         del fields["rope"]["part"]
     fields["mla"] = fields.pop("attention") or None

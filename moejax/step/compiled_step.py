@@ -109,12 +109,13 @@ def device_step(
     """
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids, tokens)
-    embedding = embedding_array(x, context.arrays)
+    embedded = x[:, : model.config.hidden_size]
+    embedding = embedding_array(embedded, context.arrays)
     look = first = None
     carry = _Carry(x, memory)
     if maps is not None:
         look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
-        memory, first = look.begin(x, memory)
+        memory, first = look.begin(embedded, memory)
         carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # Stage lists and searches read the index after the layer's last kernel, which increments it.

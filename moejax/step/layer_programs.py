@@ -116,7 +116,7 @@ class _StepPart:
         layers, tokens = programs.tables.clock.shape[0], programs.tokens(key)
         array, batch, routing = programs.array, programs.batch(key), programs.routing(key)
         dtype = jax.eval_shape(self.embed, programs.params, batch).dtype
-        x = array(tokens, config.hidden_size, dtype=dtype)
+        x = array(tokens, config.stream_values, dtype=dtype)
         index, flags = array(), array(experts, dtype=bool)
         y = array(routing.ids.size, hidden, dtype=jnp.float32)
         put = min(PUT.get(key.kind, 1), routing.ids.size)
@@ -134,7 +134,7 @@ class _StepPart:
             "arena": programs.arena,
             "tables": programs.tables,
             "x": x,
-            "attended": array(tokens, config.hidden_size * config.attentions, dtype=dtype),
+            "attended": array(tokens, config.stream_values * config.attentions, dtype=dtype),
             **dict.fromkeys(("normed", "added", "out"), array(tokens, hidden, dtype=dtype)),
             "ids": routing.ids,
             "weights": routing.weights,
@@ -168,7 +168,8 @@ class _StepPart:
 
     @_part()
     def embedding(self, x):
-        return embedding_array(x, self.programs.steps.trace_arrays)
+        hidden = self.programs.steps.config.hidden_size
+        return embedding_array(x[:, :hidden], self.programs.steps.trace_arrays)
 
     @_part(donated="arena x")
     def attend(self, params, arena, x, batch, i):

@@ -18,7 +18,7 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.layout import SlotLayout
 from host_offload.queue.transfer import QueueSpec
 from moejax.errors import UserError
-from moejax.models.attention.kind import StateKind, Tokens
+from moejax.models.attention.kind import Rows, StateKind, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.buddies import Buddies, StandIns, stand_ins, substitute
@@ -398,9 +398,12 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
     """
     if isinstance(batch[0], PrefillBatch):
         prefill, tables, _ = batch
-        return prefill.tokens.reshape(-1), _prefill_tokens(prefill, tables, context)
-    tokens, positions, tables = batch
-    return tokens[: positions.shape[0]], decode_tokens(positions, tables, context)
+        ids, places = prefill.tokens.reshape(-1), _prefill_tokens(prefill, tables, context)
+    else:
+        tokens, positions, tables = batch
+        ids = tokens[: positions.shape[0]]
+        places = decode_tokens(positions, tables, context)
+    return ids, places._replace(ids=ids)
 
 
 def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext) -> Tokens:
@@ -429,6 +432,13 @@ def decode_tokens(positions: jax.Array, tables: PageTables, context: StepContext
         block_tables=block_table if several else None,
         sequences=sequences,
         in_chunks=functools.partial(_decode_in_chunks, positions, context.page.block_size),
+        rows=Rows(
+            block_table,
+            jnp.maximum(positions, 0),
+            jnp.zeros_like(positions),
+            valid.astype(jnp.int32),
+            _rows_in_use(valid),
+        ),
     )
 
 
@@ -461,6 +471,13 @@ def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepCont
         block_tables=block_table if several else None,
         sequences=sequences,
         in_chunks=functools.partial(_prefill_in_chunks, prefill, context.page.block_size),
+        rows=Rows(
+            block_table[..., prefill.row, :],
+            prefill.start,
+            prefill.skip,
+            prefill.length,
+            prefill.count,
+        ),
     )
 
 

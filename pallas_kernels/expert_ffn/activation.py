@@ -21,11 +21,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The gating of gpt-oss (arXiv:2508.10925): (up + 1) · gate · sigmoid(alpha · gate), with gate
-    at most `limit` and up within ± limit."""
+    """The gating of gpt-oss (arXiv:2508.10925): (up + shift) · gate · sigmoid(alpha · gate), with
+    gate at most `limit` and up within ± limit. DeepSeek-V4's has alpha 1 and shift 0."""
 
     limit: float
     alpha: float
+    shift: float = 1.0
 
 
 Activation = str | ClampedSwiGLU
@@ -38,4 +39,4 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
         return ACTIVATIONS[activation](gate) * up
     gate = jnp.minimum(gate, activation.limit)
     up = jnp.clip(up, -activation.limit, activation.limit)
-    return (up + 1) * (gate * jax.nn.sigmoid(gate * activation.alpha))
+    return (up + activation.shift) * (gate * jax.nn.sigmoid(gate * activation.alpha))

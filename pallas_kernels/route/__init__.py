@@ -10,6 +10,7 @@ from pallas_kernels.route.api import (
     route_and_plan,
     why_not_pallas,
 )
+from pallas_kernels.route.reference import weigh
 from pallas_kernels.route.scores import route_scores
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "route_and_list",
     "route_and_plan",
     "route_scores",
+    "weigh",
     "why_not_pallas",
 ]

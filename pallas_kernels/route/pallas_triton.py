@@ -39,6 +39,8 @@ def configuration() -> Config:
 
 def why_not_pallas(rule: RouteRule) -> str | None:
     """Why the kernel cannot follow the rule; None where it can."""
+    if rule.scoring == "sqrtsoftplus":
+        return f"the kernel has no score {rule.scoring!r}"
     if rule.groups > MOST_GROUPS:
         return f"the kernel takes at most {MOST_GROUPS} groups, not {rule.groups}"
     return None

@@ -6,12 +6,22 @@ from pallas_kernels.route.scores import route_scores
 
 
 def route(logits, valid, correction, layer, *, rule):
-    experts = logits.shape[-1]
     logits = logits.astype(jnp.float32)
     if rule.scoring == "sparsemixer":
         ids, weights = _sparsemixer(logits, rule.jitter)
     else:
         ids, weights = _best(logits, correction, layer, rule)
+    return _finish(logits, valid, ids, weights, correction is not None, rule)
+
+
+def weigh(logits, chosen, valid, *, rule):
+    """route where the experts int32[T, K] are chosen already: by their scores."""
+    scores = route_scores(logits.astype(jnp.float32), rule)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    return _finish(logits, valid, chosen, weights, False, rule)
+
+
+def _finish(logits, valid, ids, weights, corrected, rule):
     # [T, K, K] comparisons instead of a sort: K is small, and a kernel can do the same.
     rank = jnp.sum(ids[:, :, None] > ids[:, None, :], axis=-1)
     place = rank[:, :, None] == jnp.arange(rule.top_k)
@@ -21,14 +31,14 @@ def route(logits, valid, correction, layer, *, rule):
         # Sigmoids may all be near zero, the largest of a softmax is at least 1/E, but a correction
         # may choose others.
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        if rule.scoring == "sigmoid":
+        if rule.scoring in ("sigmoid", "sqrtsoftplus"):
             total += 1e-20
-        elif correction is not None:
+        elif corrected:
             total = jnp.maximum(total, 1e-12)
         weights = weights / total
     weights = weights * rule.scale
     weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)
-    ids = jnp.where(valid[:, None], ids, experts).astype(jnp.int32)
+    ids = jnp.where(valid[:, None], ids, logits.shape[-1]).astype(jnp.int32)
     return ids, jnp.where(valid[:, None], weights, 0.0)
 
 

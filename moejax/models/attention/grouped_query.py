@@ -39,6 +39,9 @@ class GroupedQueryAttention:
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         return KVPage(block_size, config.num_key_value_heads, config.head_dim)
 
+    def far_page(self, block_size: int) -> KVPage | None:
+        return None
+
     def kernel_shape(self) -> dict[str, Any]:
         return {}
 

@@ -16,6 +16,20 @@ from pallas_kernels.paged_attention import AttentionOptions, PerLayer
 from pallas_kernels.state_pages import Sequences, Shapes
 
 
+class Rows(NamedTuple):
+    """The tokens of a step as N runs of C rows, each of one sequence, of which rows [skip, length)
+    are new tokens."""
+
+    table: jax.Array
+    """int32[N, B], or [G, N, B] of several groups of pages: KV rows of each run's pages."""
+    start: jax.Array
+    """int32[N]: position of row 0."""
+    skip: jax.Array
+    length: jax.Array
+    count: jax.Array
+    """Runs in use."""
+
+
 class Tokens(NamedTuple):
     """The tokens of a step: T rows, of which the first `tiles` · row_tile are in use."""
 
@@ -43,6 +57,11 @@ class Tokens(NamedTuple):
     """The tokens by sequence, for layers with state; None: the model has none."""
     in_chunks: Callable[[jax.Array, int], Callable[..., jax.Array]] | None = None
     """(a group's block table, tokens of a chunk) -> attention to each query's own chunk."""
+
+    ids: jax.Array | None = None
+    """int32[T]: token ids."""
+    rows: Rows | None = None
+    """Where the tokens are, for attention that reads pages itself."""
 
     def of_group(self, group: jax.Array | int, factor: int = 1, chunk: int | None = None) -> Tokens:
         """The tokens with the block table and the pages of one group.
@@ -113,6 +132,7 @@ class AttentionLayer(Protocol):
 
     def frequencies(self, i) -> jax.Array: ...
     def page_layer(self, i) -> jax.Array: ...
+    def far_layer(self, i) -> tuple[jax.Array, jax.Array, int]: ...
     def weight(self, name: str) -> jax.Array: ...
     def optional_weight(self, name: str) -> jax.Array | None: ...
     def per_layer(self, i: jax.Array) -> PerLayer: ...
@@ -150,6 +170,11 @@ class AttentionKind(Protocol):
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         """The layout of a page of `block_size` tokens."""
+        ...
+
+    def far_page(self, block_size: int) -> KVPage | None:
+        """The layout of further pages, for what a layer keeps of all tokens beside the keys and
+        values of its window; None: there are none."""
         ...
 
     def kernel_shape(self) -> dict[str, Any]:
@@ -194,6 +219,9 @@ class StateKind(abc.ABC):
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
         raise ValueError("a layer with state has no keys and values")
+
+    def far_page(self, block_size: int) -> None:
+        return None
 
     @abc.abstractmethod
     def kernel_shape(self) -> dict[str, Any]:

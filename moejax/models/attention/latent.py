@@ -48,6 +48,9 @@ class LatentAttention:
         width = self.kv_lora_rank + self.qk_rope_head_dim
         return KVPage(block_size, 1, width, self.kv_lora_rank)
 
+    def far_page(self, block_size: int) -> KVPage | None:
+        return None
+
     def kernel_shape(self) -> dict[str, Any]:
         up_projection = self.qk_nope_head_dim, self.v_head_dim
         return {"up_projection": up_projection, "interleave": self.rope_interleave}

@@ -89,12 +89,12 @@ class Mamba2(StateSpace):
         xbc, arena = self._convolve(stack, i, xbc, arena, tokens, page)
         out, arena = self._scan(stack, i, ScanInputs(xbc, dt), arena, tokens, page)
         gated = _gate(out, gate).reshape(len(x), shape.groups, -1)
-        normed = _unit(gated, stack.config.rms_norm_eps, stack.ops.rms_norm)
+        normed = unit_rms(gated, stack.config.rms_norm_eps, stack.ops.rms_norm)
         normed = normed.reshape(out.shape).astype(x.dtype) * stack.weight("state_norm")[i]
         return normed, arena, counters
 
 
-def _unit(x: jax.Array, eps: float, implementation: str) -> jax.Array:
+def unit_rms(x: jax.Array, eps: float, implementation: str) -> jax.Array:
     """x / rms(x) over the last axis, in float32."""
     width = x.shape[-1]
     if implementation in ("xla", "cpu"):

@@ -56,6 +56,7 @@ _PLACES = (
     "gemma4:FAMILY",
     "gemma4:IMAGES",
     "deepseek:SARVAM_MLA",
+    "deepseek_v4:FAMILY",
     "mistral4:FAMILY",
     "mistral4:MISTRAL3",
     "mellum:FAMILY",

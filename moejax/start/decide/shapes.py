@@ -103,10 +103,15 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
 
 def without_native(config: ModelConfig) -> dict[str, str]:
     """Returns the ops whose native CPU op this model cannot use, each with the reason."""
-    if not (found := _xla_only(config)):
-        return {}
-    why = "XLA copies an arena to which its own ops and native ones write"
-    return found | dict.fromkeys(("fill", "stage", "move"), why)
+    found = _xla_only(config)
+    if found:
+        why = "XLA copies an arena to which its own ops and native ones write"
+        found |= dict.fromkeys(("fill", "stage", "move"), why)
+    if config.scoring_func == "sqrtsoftplus":
+        found["route"] = "only XLA computes scores 'sqrtsoftplus'"
+    if config.swiglu is not None and config.swiglu.shift != 1:
+        found["expert_ffn"] = "only XLA computes a clamped SwiGLU without a shift"
+    return found
 
 
 def _xla_only(config: ModelConfig) -> dict[str, str]:
