@@ -342,10 +342,13 @@ class LayerStack(nnx.Module):
         read, out, mixed = jnp.split(factors, (count, 2 * count), axis=1)
         read, out = jax.nn.sigmoid(read) + eps, 2 * jax.nn.sigmoid(out)
         mixed = jax.nn.softmax(mixed.reshape(-1, count, count), axis=2) + eps
-        mixed = mixed / (jnp.sum(mixed, axis=1, keepdims=True) + eps)
-        for _ in range(streams.iterations - 1):
-            mixed = mixed / (jnp.sum(mixed, axis=2, keepdims=True) + eps)
-            mixed = mixed / (jnp.sum(mixed, axis=1, keepdims=True) + eps)
+
+        def scaled(mixed, axis):
+            return mixed / (jnp.sum(mixed, axis=axis, keepdims=True) + eps)
+
+        mixed = lax.fori_loop(  # unrolled it would take long to compile
+            1, streams.iterations, lambda _, m: scaled(scaled(m, 2), 1), scaled(mixed, 1)
+        )
         return lax.optimization_barrier((sum_streams(x, read), (out, mixed)))
 
     def _mix(self, x, added, mixing):

@@ -158,6 +158,29 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "DeepseekV4": {
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 24,
+        "n_routed_experts": 8,
+        "sliding_window": 20,
+        "layer_types": [
+            *("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention")
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "num_hash_layers": 1,
+        "swiglu_limit": 1.5,  # which these values reach
+        "hc_mult": 2,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "index_topk": 12,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "eos_token_id": 0,
+    },
     "DeepseekV32": {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2},
     "GlmMoeDsa": {**_LATENT, **_INDEXER},
     "Afmoe": {**_NARROW, "head_dim": 16, "num_experts": 6, "sliding_window": 20},
@@ -360,6 +383,10 @@ def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
                 parameter.copy_(0.5 * noise)
             else:  # matrices and stacks of them, [..., out, in]; the embedding may be the head too
                 parameter.copy_(2 * noise / parameter.shape[-1] ** 0.5)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # a token's experts are different ones
+                scores = torch.rand(len(table), model.config.n_routed_experts, generator=generator)
+                table.copy_(scores.argsort(dim=1)[:, : table.shape[1]])
     return model.eval()
 
 

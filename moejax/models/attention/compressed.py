@@ -51,6 +51,9 @@ class CompressedAttention:
     index_head_dim: int = 0
     width: int = 0
     """Values of a head."""
+    entry_values: int = 0
+    """Values of an entry's row, at least `least_values`; one for all layers, so that they share
+    pages."""
 
     ops = ("kv_write", "head_linear")
     products = ("head_linear",)
@@ -76,6 +79,10 @@ class CompressedAttention:
         return self.width + sum(2 * (1 + self.overlaps) * part for part in self.parts)
 
     @property
+    def least_values(self) -> int:
+        return -(-sum(self.parts) // self.spread) if self.rate else 0
+
+    @property
     def spread(self) -> int:
         """Rows of an entry."""
         return min(self.rate & -self.rate, ENTRY_ROWS)
@@ -86,7 +93,7 @@ class CompressedAttention:
     def far_page(self, block_size: int) -> KVPage | None:
         if not self.rate:
             return None
-        values = -(-sum(self.parts) // self.spread)
+        values = max(self.entry_values, self.least_values)
         return KVPage(block_size, 1, values, values)
 
     def kernel_shape(self) -> dict[str, Any]:

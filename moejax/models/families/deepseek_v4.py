@@ -3,6 +3,8 @@ and to compressed entries, experts that a table of token ids chooses in the firs
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from moejax.models.attention.compressed import CompressedAttention
@@ -63,6 +65,7 @@ def parse(fields: Fields) -> ModelConfig:
             index_head_dim=fields.integer("index_head_dim", 128, least=common["rotary"]),
         ),
     }
+    kinds = _share_pages({kind: kinds[kind] for kind in dict.fromkeys(types)})
     hashed = _hashed(fields, layers)
     width = fields.integer("moe_intermediate_size", 2048)
     swiglu = ClampedSwiGLU(fields.factor("swiglu_limit", 10.0), alpha=1.0, shift=0.0)
@@ -101,6 +104,18 @@ def parse(fields: Fields) -> ModelConfig:
             eps=1e-6, max_positions=1_048_576, vocabulary=129_280, eos=1, rope=ropes[True]
         ),
     )
+
+
+def _share_pages(kinds: dict[str, CompressedAttention]) -> dict[str, CompressedAttention]:
+    """The kinds with equal rows of entries, which divide the rows of tokens if some such do."""
+    least = max(kind.least_values for kind in kinds.values())
+    step = math.gcd(*(kind.columns for kind in kinds.values()))
+    fitting = (values for values in range(max(least, 1), step + 1) if step % values == 0)
+    values = next(fitting, least)
+    return {
+        name: dataclasses.replace(kind, entry_values=values if kind.rate else 0)
+        for name, kind in kinds.items()
+    }
 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.tensors import ExpertPlace, expected_tensors
+from moejax.checkpoints.tensors import TABLES, ExpertPlace, ParamPlace, expected_tensors
 from moejax.models.config import parse_config
 from moejax.models.families import FAMILIES
 from tests.moejax.checkpoints.random_checkpoint import write
@@ -114,7 +114,29 @@ GEMMA4 = dict(
     sliding_window=70,
 )
 
+DEEPSEEK_V4 = dict(
+    num_key_value_heads=1,
+    head_dim=32,
+    qk_rope_head_dim=8,
+    q_lora_rank=24,
+    n_routed_experts=8,
+    sliding_window=70,
+    layer_types=[
+        *("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention")
+    ],
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    num_hash_layers=1,
+    swiglu_limit=1.5,
+    hc_mult=2,
+    o_groups=2,
+    o_lora_rank=12,
+    index_topk=12,
+    index_n_heads=8,
+    index_head_dim=16,
+)
+
 SMALL: dict[str, dict[str, Any]] = {
+    "DeepseekV4ForCausalLM": DEEPSEEK_V4,
     "Qwen3MoeForCausalLM": dict(head_dim=16, num_experts=8, mlp_only_layers=[1]),
     "MixtralForCausalLM": dict(num_local_experts=8, sliding_window=100),
     "OlmoeForCausalLM": dict(num_experts=8, clip_qkv=1.5),
@@ -286,6 +308,10 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     tensors = {}
     for name, place in expected_tensors(parse_config(config), ()).items():
         values = rng.standard_normal(place.shape)
+        if isinstance(place, ParamPlace) and place.key in TABLES:  # different experts for a token
+            values = values[:, : place.shape[1]].argsort(axis=1) + np.arange(place.shape[0])[:, None]
+            tensors[name] = (values % config["n_routed_experts"]).astype(NUMPY_DTYPES["float32"])
+            continue
         if "norm" in name and name.endswith("weight") and len(place.shape) == 1:
             values = 1 + 0.3 * values
         elif len(place.shape) == 1:

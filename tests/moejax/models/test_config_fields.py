@@ -902,7 +902,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(family):
         inner = getattr(model, "model", model)
         if hasattr(inner, vision):
             delattr(inner, vision)
-    saved = "correction_bias", "expert_bias", "layer_scalar"
+    saved = "correction_bias", "expert_bias", "layer_scalar", "tid2eid"
     corrections = [b for name, b in model.named_buffers() if name.endswith(saved)]
     theirs = sum(p.numel() for p in [*model.parameters(), *corrections])
     if kind == LONGCAT:  # it has gates of experts that compute nothing

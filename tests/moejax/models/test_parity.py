@@ -652,6 +652,22 @@ CASES = {
         {"older_keys": True},
         family="AriaText",
     ),
+    "DeepSeek-V4: entries of 4 and of 16 tokens, some chosen, yarn, experts by a table": Case(
+        {"rope_parameters": YARN}, {"expert_budget": "50%"}, family="DeepseekV4"
+    ),
+    "DeepSeek-V4: three streams, sigmoid, no table, entries alone": Case(
+        {
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 3,
+            "scoring_func": "sigmoid",
+            "num_hash_layers": 0,
+            "num_hidden_layers": 2,
+            "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 6, "heavily_compressed_attention": 32},
+        },
+        {"expert_budget": "0%"},
+        family="DeepseekV4",
+    ),
     "Kimi-K2.5": Case({"rope_parameters": YARN}, {"expert_budget": "50%"}, family="Kimi_K25"),
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
@@ -902,6 +918,7 @@ WRONG = {
     "Gemma4": _other("config.final_logit_softcapping", lambda cap: 0.9 * cap),
     "Mellum": _other("config.sliding_window", lambda window: window + 1),
     "Laguna": _other("model.layers.1.mlp.routed_scaling_factor", lambda scale: 1.1 * scale),
+    "DeepseekV4": _other("model.layers.0.mlp.gate.routed_scaling_factor", lambda s: 1.1 * s),
     "GraniteMoeSWA": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
