@@ -265,33 +265,45 @@ class CompressedAttention:
                 0, runs.count, choose, jnp.zeros((len(q), spans * SPAN), bool)
             )
 
-        def attend(n, out):
-            own = lax.dynamic_slice_in_dim(q, n * size, size)
-            at = positions(n)
+        def of_run(n, *arrays):
+            return [lax.dynamic_slice_in_dim(x, n * size, size) for x in arrays]
+
+        def put(n, arrays, values):
+            return tuple(
+                lax.dynamic_update_slice_in_dim(x, v, n * size, 0)
+                for x, v in zip(arrays, values, strict=True)
+            )
+
+        # A loop for each kind of rows: XLA copies an arena that two loops within one read.
+        def near_sums(n, sums):
+            (own,), at = of_run(n, q), positions(n)
             number = runs.start[n] - self.window + 1 + jnp.arange(size + self.window - 1)
             keys = _values(view[near.rows(n, number)], dtype)[:, : self.width]
             seen = (number <= at[:, None]) & (number > at[:, None] - self.window) & (number >= 0)
             keys = jnp.where(((number >= 0) & (number <= at[-1]))[:, None], keys, 0)
-            sums = _add(own, keys, seen, _no_sums(own))
-            if far is not None:
-                closed = ((at + 1) // self.rate)[:, None]
+            return put(n, sums, _add(own, keys, seen, _no_sums(own)))
 
-                def span(s, sums):
-                    keys, number = load(n, s)
-                    seen = number < closed
-                    keys = jnp.where((number < closed[-1])[:, None], keys[:, : self.width], 0)
-                    if kept is not None:
-                        mask = lax.dynamic_slice(kept, (n * size, s * SPAN), (size, SPAN))
-                        seen = seen & mask
-                    return _add(own, keys, seen, sums)
+        def far_sums(n, sums):
+            (own,), at = of_run(n, q), positions(n)
+            closed = ((at + 1) // self.rate)[:, None]
 
-                sums = lax.fori_loop(0, -(-closed[-1, 0] // SPAN), span, sums)
-            total, top, mass = sums
-            mass = mass + jnp.exp(sinks - top)
-            attended = (total / mass[..., None]).astype(dtype)
-            return lax.dynamic_update_slice_in_dim(out, attended, n * size, 0)
+            def span(s, sums):
+                keys, number = load(n, s)
+                seen = number < closed
+                keys = jnp.where((number < closed[-1])[:, None], keys[:, : self.width], 0)
+                if kept is not None:
+                    seen = seen & lax.dynamic_slice(kept, (n * size, s * SPAN), (size, SPAN))
+                return _add(own, keys, seen, sums)
 
-        return lax.fori_loop(0, runs.count, attend, jnp.zeros_like(q))
+            first = tuple(of_run(n, *sums))
+            return put(n, sums, lax.fori_loop(0, -(-closed[-1, 0] // SPAN), span, first))
+
+        sums = lax.fori_loop(0, runs.count, near_sums, _no_sums(q))
+        if far is not None:
+            sums = lax.fori_loop(0, runs.count, far_sums, sums)
+        total, top, mass = lax.optimization_barrier(sums)
+        mass = mass + jnp.exp(sinks - jnp.where(top == -jnp.inf, 0.0, top))
+        return (total / mass[..., None]).astype(dtype)
 
 
 class _Places(NamedTuple):

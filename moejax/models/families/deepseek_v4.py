@@ -10,6 +10,7 @@ from typing import Any
 from moejax.models.attention.compressed import CompressedAttention
 from moejax.models.family import Family, Fields, Parts, router_params
 from moejax.models.model_config import LayerKind, ModelConfig, Streams
+from moejax.models.quantization import KEYS
 from moejax.models.rope import Rope, parse_rope, rotary_part
 from pallas_kernels.expert_ffn import ClampedSwiGLU
 
@@ -30,6 +31,11 @@ def parse(fields: Fields) -> ModelConfig:
         ("topk_method", "noaux_tc"),
     ):
         fields.only(name, value)
+    if any(fields.has(key) for key in KEYS):
+        raise fields.refuse(
+            "weights in FP8 or FP4 are not implemented for this model, whose files have them under "
+            "names of their own; use a checkpoint in bfloat16"
+        )
     fields.only("scoring_func", "sqrtsoftplus", "sigmoid")
     layers, longest = (
         fields.integer("num_hidden_layers", 43),
@@ -67,7 +73,10 @@ def parse(fields: Fields) -> ModelConfig:
     }
     kinds = _share_pages({kind: kinds[kind] for kind in dict.fromkeys(types)})
     hashed = _hashed(fields, layers)
-    width = fields.integer("moe_intermediate_size", 2048)
+    width = "moe_intermediate_size"
+    if not fields.has(width):  # transformers takes this one, too
+        width = "intermediate_size"
+    width = fields.integer(width, 2048)
     swiglu = ClampedSwiGLU(fields.factor("swiglu_limit", 10.0), alpha=1.0, shift=0.0)
     own = {name: heads[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     experts = fields.experts("n_routed_experts", "num_local_experts", 256)

@@ -33,6 +33,7 @@ GPT = "gpt_oss"
 SARVAM_MLA, MISTRAL4, MISTRAL3, GLM_V = "sarvam_mla", "mistral4", "mistral3", "glm4v_moe"
 AFMOE, FLEX, FLINT, AXK1 = "afmoe", "flex_olmo", "flint", "axk1"
 COHERE = "cohere2_moe"
+V4 = "deepseek_v4"
 MELLUM, WINDOWS, LAGUNA = "mellum", "granitemoe_swa", "laguna"
 HYBRID, JAMBA, KIMI_LINEAR = "granitemoehybrid", "jamba", "kimi_linear"
 NO_ROPE = JAMBA, KIMI_LINEAR
@@ -163,6 +164,7 @@ LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM:
     **dict.fromkeys(GEMMAS, 24),
     **dict.fromkeys(LLAMAS, 48),
     COHERE: 40,
+    V4: 43,
 }
 """Default number of layers; 32 elsewhere."""
 
@@ -190,14 +192,15 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 1),
     "head_dim": (
-        tuple(kind for kind in GQA if kind != "olmoe"),
+        (*(kind for kind in GQA if kind != "olmoe"), V4),
         48,
     ),
     "hidden_act": (
         tuple(
             kind
             for kind in KINDS
-            if kind not in (GPT, LFM, HYBRID, NEMOTRON, DBRX, *NO_ROPE, *DELTAS, *GEMMAS, *ARIAS)
+            if kind
+            not in (GPT, LFM, HYBRID, NEMOTRON, DBRX, V4, *NO_ROPE, *DELTAS, *GEMMAS, *ARIAS)
         ),
         "gelu",
     ),
@@ -234,11 +237,11 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             "phimoe",
             *(*GRANITES, MINIMAX, "deepseek_v3", GLM, LITE, SOLAR, SARVAM, KIMI),
             *(SARVAM_MLA, GLM_V, *MISTRALS),
-            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS, *NO_ROPE, MELLUM, NEMOTRON, LONGCAT),
+            *(HY3, QWEN_VL, GPT, *OF_V3, FLEX, *LLAMAS, *NO_ROPE, MELLUM, NEMOTRON, LONGCAT, V4),
         ),
         32,
     ),
-    "n_routed_experts": ((*CORRECTED[1:], "deepseek_v2", *MISTRALS, NEMOTRON, LONGCAT), 32),
+    "n_routed_experts": ((*CORRECTED[1:], "deepseek_v2", *MISTRALS, NEMOTRON, LONGCAT, V4), 32),
     "moe_intermediate_size": (
         (
             "qwen3_moe",
@@ -258,7 +261,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *MISTRALS,
             LFM,
             *DELTAS,
-            *(NEMOTRON, LONGCAT),
+            *(NEMOTRON, LONGCAT, V4),
         ),
         96,
     ),
@@ -304,13 +307,14 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
             *(MELLUM, WINDOWS, LAGUNA),
             *GEMMAS,
             COHERE,
+            V4,
         ),
         33,
     ),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
     "max_window_layers": (("qwen2_moe", DOTS), 5),
     "swiglu_alpha": ((GPT,), 1.5),
-    "swiglu_limit": ((GPT,), 5.0),
+    "swiglu_limit": ((GPT, V4), 5.0),
     "layer_types": (
         ("qwen2_moe", DOTS, EXAONE, GPT, AFMOE, FLINT, *GEMMAS, COHERE, MELLUM, WINDOWS, LAGUNA),
         ["full_attention"] * 23 + ["sliding_attention"],
@@ -411,28 +415,37 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
         2,
     ),
     "mlp_layer_types": (
-        (LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR, MELLUM, LAGUNA),
+        (LITE, HY3, EXAONE, COHERE, *OF_V3, KIMI_LINEAR, MELLUM, LAGUNA, V4),
         "sparse",
     ),
     "layer_rope_theta": ((WINDOWS,), [0] + [1e4] * 31),
     "moe_layer_freq": ((AXK1,), 2),
-    "index_topk": (INDEXED, 99),
-    "index_head_dim": (INDEXED, 64),
-    "index_n_heads": (INDEXED, 4),
+    "index_topk": ((*INDEXED, V4), 99),
+    "index_head_dim": ((*INDEXED, V4), 64),
+    "index_n_heads": ((*INDEXED, V4), 4),
+    "compress_rates": ((V4,), {"heavily_compressed_attention": 64}),
+    "compress_rope_theta": ((V4,), 123.0),
+    "rope_theta": ((V4,), 123.0),
+    "hc_eps": ((V4,), 1e-3),
+    "hc_mult": ((V4,), 2),
+    "hc_sinkhorn_iters": ((V4,), 3),
+    "o_groups": ((V4,), 4),
+    "o_lora_rank": ((V4,), 64),
+    "scoring_func": ((V4,), "sigmoid"),
     "indexer_types": (("glm_moe_dsa",), ["full"] * 77 + ["shared"]),
     "num_dense_layers": ((AFMOE, LFM), 3),
     "route_scale": ((AFMOE,), 2.0),
     "global_attn_every_n_layers": ((AFMOE,), 2),
     "mup_enabled": ((AFMOE,), True),
     "kv_lora_rank": (MLA, 32),
-    "q_lora_rank": (MLA, None),
+    "q_lora_rank": ((*MLA, V4), None),
     "qk_nope_head_dim": (MLA, 32),
     "qk_rope_head_dim": (MLA, 32),
     "v_head_dim": (MLA, 32),
     "n_shared_experts": ((*CORRECTED, "deepseek_v2", *MISTRALS), 3),
     "mlp_bias": (("deepseek_v2", HY3, NEMOTRON, *ARIAS), True),
     "routed_scaling_factor": (
-        (*CORRECTED, "deepseek_v2", EXAONE, LFM, BAILING, *MISTRALS, NEMOTRON, LONGCAT),
+        (*CORRECTED, "deepseek_v2", EXAONE, LFM, BAILING, *MISTRALS, NEMOTRON, LONGCAT, V4),
         3.5,
     ),
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
@@ -443,7 +456,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "attention_multiplier": (GRANITES, 0.015625),
     "residual_multiplier": (GRANITES, 0.22),
     "logits_scaling": (GRANITES, 6.0),
-    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V, *DELTAS), 0.125),
+    "partial_rotary_factor": ((GLM, MINIMAX, SARVAM, BAILING, GLM_V, *DELTAS, V4), 0.125),
     "rotary_dim": ((MINIMAX, BAILING), 32),
     "use_qk_norm": ((GLM, SARVAM, BAILING, *LLAMAS), "other"),
     "use_bias": ((ERNIE, NEMOTRON), True),
@@ -466,10 +479,10 @@ WITH = {
 
 SLIDING = ["sliding_attention", *["full_attention"] * 60]
 REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
-    "num_key_value_heads": {MLA: (2, "num_key_value_heads 2 is not implemented")},
+    "num_key_value_heads": {(*MLA, V4): (2, "num_key_value_heads 2 is not implemented")},
     "mlp_hidden_act": {(NEMOTRON,): ("silu", "mlp_hidden_act 'silu' is not implemented")},
     "mamba_hidden_act": {(NEMOTRON,): ("gelu", "mamba_hidden_act 'gelu' is not implemented")},
-    "n_shared_experts": {(NEMOTRON,): (2, "n_shared_experts 2 is not implemented")},
+    "n_shared_experts": {(NEMOTRON, V4): (2, "n_shared_experts 2 is not implemented")},
     "hybrid_override_pattern": {
         (NEMOTRON,): ("ME-*", "hybrid_override_pattern: block 2, 'mlp', must follow one of")
     },
@@ -499,10 +512,10 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     },
     "norm_topk_prob": {
         ("deepseek_v2",): (True, "norm_topk_prob True is not implemented"),
-        (QWEN35, QWEN35_V, LAGUNA): (False, "norm_topk_prob False is not implemented"),
+        (QWEN35, QWEN35_V, LAGUNA, V4): (False, "norm_topk_prob False is not implemented"),
     },
     "hidden_act": {
-        (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS): ("gelu", "hidden_act 'gelu' is not implemented")
+        (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS, V4): ("gelu", "hidden_act 'gelu' is not implemented")
     },
     "sliding_window": {
         (
@@ -540,11 +553,15 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "scoring_func": {
         ("deepseek_v2",): ("sigmoid", "scoring_func 'sigmoid' .*only 'softmax'"),
         (*CORRECTED, MINIMAX, EXAONE): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
+        (V4,): ("softmax", "scoring_func 'softmax' .*only 'sqrtsoftplus' or 'sigmoid'"),
     },
     "topk_method": {
         ("deepseek_v2",): ("noaux_tc", "topk_method 'noaux_tc' .*only 'greedy'"),
         CORRECTED: ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
     },
+    "attention_bias": {(V4,): (True, "attention_bias True is not implemented")},
+    "mlp_bias": {(V4,): (True, "mlp_bias True is not implemented")},
+    "compress_ratios": {(V4,): ([8] * 43, "compress_ratios must be 0, 4, 128 for each of 43")},
     "moe_layer_freq": {(*DEEPSEEK, KIMI, SARVAM_MLA): (2, "moe_layer_freq 2 is not implemented")},
     "partial_rotary_factor": {
         tuple(
@@ -553,7 +570,7 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
             if kind
             not in (
                 *(GLM, MINIMAX, SARVAM, BAILING, GLM_V, *MISTRALS, *DELTAS, *GEMMAS, *NO_ROPE),
-                *(MELLUM, NEMOTRON, LAGUNA),
+                *(MELLUM, NEMOTRON, LAGUNA, V4),
             )
         ): (
             0.5,
@@ -628,7 +645,13 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         ),
         GEMMAS: ({"0": {"head_dim": 64}}, "per_layer_config must have"),
     },
-    "quantization_config": {KINDS: ({"quant_method": "hqq"}, "quantized with hqq")},
+    "quantization_config": {
+        KINDS: ({"quant_method": "hqq"}, "quantized with hqq"),
+        (V4,): (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "weights in FP8 or FP4 are not implemented for this model",
+        ),
+    },
 }
 """Field → families → (a value that moejax refuses, what it says): fields that transformers reads
 and moejax implements with one value only, or that the model's own code reads."""
@@ -679,7 +702,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 NOT_ALWAYS = {
     "partial_rotary_factor": MISTRALS,  # qk_rope_head_dim says it
     "head_dim": MLA,  # transformers overwrites it by qk_rope_head_dim
-    "router_jitter_noise": ("mixtral", MINIMAX, *LLAMAS),  # in training only
+    "router_jitter_noise": ("mixtral", MINIMAX, *LLAMAS, V4),  # in training only
     "intermediate_size": (SOLAR,),  # no layer is dense
     "q_head_dim": (SARVAM,),
     # transformers makes them from other fields
@@ -782,15 +805,18 @@ OTHER_VALUES = {
     (LFM, "norm_topk_prob"): True,
     (LFM, "tie_word_embeddings"): False,
     (MISTRAL3, "tie_word_embeddings"): False,
+    (V4, "mlp_layer_types"): ["moe"] * 43,
+    (V4, "partial_rotary_factor"): 0.25,
+    (V4, "rope_parameters"): {"rope_type": "linear", "factor": 2.0},
     (MELLUM, "mlp_layer_types"): ["dense"] + ["sparse"] * 27,
     **dict.fromkeys(
-        ((kind, "q_lora_rank") for kind in (SARVAM_MLA, KIMI_LINEAR, LONGCAT, *OF_V3)), 64
+        ((kind, "q_lora_rank") for kind in (SARVAM_MLA, KIMI_LINEAR, LONGCAT, V4, *OF_V3)), 64
     ),
     **dict.fromkeys(
         (
             (kind, "num_attention_heads")
             for kind in (
-                *(SOLAR, HY3, COHERE, SARVAM, SARVAM_MLA, GPT, AXK1, LONGCAT, "glm_moe_dsa"),
+                *(SOLAR, HY3, COHERE, SARVAM, SARVAM_MLA, GPT, AXK1, LONGCAT, "glm_moe_dsa", V4),
             )
         ),
         32,

@@ -84,6 +84,7 @@ BILLIONS = {
     "Jamba-1.5-Mini": 51.57,
     "North-Mini-Code": 30.48,
     "Laguna-XS-2.1": 33.44,
+    "DeepSeek-V4-Flash": 284.33,
 }
 """Parameters of the text models, to two places, of those without an entry in PUBLISHED."""
 
@@ -232,7 +233,7 @@ def test_info_counts_the_parameters_that_transformers_counts(name):
     of_model = OF_MODEL.get(family.architecture, family.architecture)
     with torch.device("meta"):
         model = getattr(transformers, of_model)._from_config(config)
-    saved = "correction_bias", "expert_bias", "layer_scalar"
+    saved = "correction_bias", "expert_bias", "layer_scalar", "tid2eid"
     parts = [*model.named_parameters(), *(b for b in model.named_buffers() if b[0].endswith(saved))]
     theirs = sum(part.numel() for key, part in parts if not key.startswith(family.others or "-"))
     if name == "LongCat-Flash":  # it has gates of experts that compute nothing
