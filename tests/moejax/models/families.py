@@ -116,7 +116,7 @@ GEMMA4 = dict(
 
 DEEPSEEK_V4 = dict(
     num_key_value_heads=1,
-    head_dim=32,
+    head_dim=16,
     qk_rope_head_dim=8,
     q_lora_rank=24,
     n_routed_experts=8,
@@ -132,7 +132,7 @@ DEEPSEEK_V4 = dict(
     o_lora_rank=12,
     index_topk=12,
     index_n_heads=8,
-    index_head_dim=16,
+    index_head_dim=8,
 )
 
 SMALL: dict[str, dict[str, Any]] = {
