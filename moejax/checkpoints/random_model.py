@@ -131,6 +131,10 @@ def random_model(
     def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if str(path[-1].key).endswith("norm"):
             values = np.ones(leaf.shape, leaf.dtype)
+        elif path[-1].key in tensors.TABLES:  # of experts, for each token different ones
+            rows, experts = np.indices(leaf.shape[1:])
+            values = np.broadcast_to((rows + experts) % config.num_experts, leaf.shape)
+            values = values.astype(leaf.dtype)
         else:
             values = _piece(block, int(generator.integers(_BLOCK)), leaf.shape)
         return jax.block_until_ready(jax.device_put(values, device))

@@ -36,8 +36,8 @@ from moejax.checkpoints.shards import (
 )
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
-    ExpertPlace,
     TABLES,
+    ExpertPlace,
     ParamPlace,
     Place,
     check_experts,

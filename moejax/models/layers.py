@@ -332,8 +332,8 @@ class LayerStack(nnx.Module):
         return weigh(logits, listed, tokens.valid, rule=self.config.route_rule)
 
     def _mixing(self, i, x, part, tokens):
-        """What a part of the layer reads [T, D] of the streams x [T, N·D], and (factors of its output
-        for each stream, [T, N]; the matrix that mixes streams, [T, N, N])."""
+        """What a part of the layer reads of the streams x [T, N·D], [T, D], and (factors of its
+        output for each stream, [T, N]; the matrix that mixes streams, [T, N, N])."""
         streams = self.config.streams
         count, eps = streams.count, streams.eps
         options = linear_options(self.ops, tokens)
@@ -501,7 +501,7 @@ class LayerStack(nnx.Module):
         correction = self.optional_weight("correction")
         return None if correction is None else correction.reshape(len(correction), -1)
 
-    def router_input(self, i: jax.Array, x: jax.Array) -> jax.Array:
+    def router_input(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
         """What the router of layer i reads, [T, D], where experts read something else.
 
         - `x`: as attend returns it.
@@ -683,7 +683,6 @@ class Decoder(nnx.Module):
             scaling, cap = self.config.logits_scaling, self.config.logits_cap
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap
-
 
     def _one_stream(self, x, options):
         weights, base, factor = (each[...] for each in self.stream_params)

@@ -152,7 +152,7 @@ def device_step(
         x, memory = carry.x, carry.memory
         if stack.config.routes_apart and context.arrays:
             # Behind a barrier, so that routing is compiled as without the arrays.
-            normed = stack.router_input(i, lax.optimization_barrier((before, x))[0])
+            normed = stack.router_input(i, lax.optimization_barrier((before, x))[0], tokens)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
         if stages is not None:

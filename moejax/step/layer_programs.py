@@ -193,9 +193,10 @@ class _StepPart:
     @_part()
     def observe(self, params, normed, attended, batch, i):
         stack, wanted = self._stack(params), self.programs.steps.trace_arrays
+        tokens = self._tokens(batch)[1]
         if stack.config.routes_apart:
-            normed = stack.router_input(i, attended)
-        return layer_arrays(stack, i, normed, self._tokens(batch)[1], wanted)
+            normed = stack.router_input(i, attended, tokens)
+        return layer_arrays(stack, i, normed, tokens, wanted)
 
     @_part(donated="x")
     def feed_forward(self, params, x, batch, i):

@@ -11,22 +11,23 @@ def route(logits, valid, correction, layer, *, rule):
         ids, weights = _sparsemixer(logits, rule.jitter)
     else:
         ids, weights = _best(logits, correction, layer, rule)
-    return _finish(logits, valid, ids, weights, correction is not None, rule)
-
-
-def weigh(logits, chosen, valid, *, rule):
-    """route where the experts int32[T, K] are chosen already: by their scores."""
-    scores = route_scores(logits.astype(jnp.float32), rule)
-    weights = jnp.take_along_axis(scores, chosen, axis=-1)
-    return _finish(logits, valid, chosen, weights, False, rule)
-
-
-def _finish(logits, valid, ids, weights, corrected, rule):
     # [T, K, K] comparisons instead of a sort: K is small, and a kernel can do the same.
     rank = jnp.sum(ids[:, :, None] > ids[:, None, :], axis=-1)
     place = rank[:, :, None] == jnp.arange(rule.top_k)
     ids = jnp.sum(jnp.where(place, ids[:, :, None], 0), axis=1)
     weights = jnp.sum(jnp.where(place, weights[:, :, None], 0.0), axis=1)
+    return _finish(logits, valid, ids, weights, correction is not None, rule)
+
+
+def weigh(logits, chosen, valid, *, rule):
+    """What route returns where the experts int32[T, K] are chosen already."""
+    ids, logits = jnp.sort(chosen, axis=-1), logits.astype(jnp.float32)
+    weights = jnp.take_along_axis(route_scores(logits, rule), ids, axis=-1)
+    return _finish(logits, valid, ids, weights, False, rule)
+
+
+def _finish(logits, valid, ids, weights, corrected, rule):
+    """Normalised and scaled weights, of ascending ids."""
     if rule.normalize:
         # Sigmoids may all be near zero, the largest of a softmax is at least 1/E, but a correction
         # may choose others.

@@ -15,9 +15,9 @@ class RouteRule:
 
     Softmax over experts and top-k: Switch and its successors (Mixtral, OLMoE, Qwen; DeepSeek-V2
     with groups, arXiv 2405.04434 eq. 20-22; ERNIE-4.5 with a correction). Sigmoid: DeepSeek-V3
-    (arXiv 2412.19437 eq. 12-16), GLM-4.5. Root of softplus: DeepSeek-V4. Sparsemixer: Phi-3.5-MoE (arXiv 2409.12136), which takes
-    two experts one after the other and weighs each by a softmax over the experts that come near to
-    it.
+    (arXiv 2412.19437 eq. 12-16), GLM-4.5. Root of softplus: DeepSeek-V4. Sparsemixer: Phi-3.5-MoE
+    (arXiv 2409.12136), which takes two experts one after the other and weighs each by a softmax
+    over the experts that come near to it.
 
     Raises ValueError for values that are not allowed, alone or together.
     """

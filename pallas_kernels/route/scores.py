@@ -12,7 +12,8 @@ from pallas_kernels.route.rule import RouteRule
 def route_scores(logits: Float[Array, "T E"], rule: RouteRule) -> Float[Array, "T E"]:
     """The scores of all experts, before correction and groups, neither normalised nor scaled.
 
-    Softmax, sigmoid or root of softplus, as the rule says. Sparsemixer ranks logits; their softmax is in that order.
+    Softmax, sigmoid or root of softplus, as the rule says. Sparsemixer ranks logits; their softmax
+    is in that order.
     """
     if rule.scoring == "sigmoid":
         return jax.nn.sigmoid(logits)

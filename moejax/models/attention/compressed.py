@@ -28,9 +28,9 @@ its last token, and pages of equal tokens have equal entries."""
 
 @dataclasses.dataclass(frozen=True)
 class CompressedAttention:
-    """An AttentionKind. A token's row has its key, which is its value too, and what entries are made
-    of; those of the window are kept. The row of an entry's last tokens in the far pages have the
-    entry, for good.
+    """An AttentionKind. A token's row has its key, which is also its value, and what entries are
+    made of; the window's are kept. In the far pages, which are kept for good, an entry lies in the
+    rows of its last tokens.
 
     - `window`: tokens that a query sees, itself included.
     - `rate`: tokens of an entry; 0: there are none.
@@ -207,9 +207,7 @@ class CompressedAttention:
         gates = gates + jnp.tile(bias, (times, 1))
         if self.overlaps:  # of tokens of the entry before, the first half
             before = (jnp.arange(len(rows)) < rate)[:, None]
-            values, gates = (
-                jnp.where(before, x[:, :width], x[:, width:]) for x in (values, gates)
-            )
+            values, gates = (jnp.where(before, x[:, :width], x[:, width:]) for x in (values, gates))
         gates = jnp.where(position[:, None] >= 0, gates, -jnp.inf)
         values = jnp.where(position[:, None] >= 0, values, 0.0)
         return jnp.sum(jax.nn.softmax(gates, axis=0) * values, axis=0)
@@ -261,9 +259,7 @@ class CompressedAttention:
                 own = own.at[jnp.arange(size)[:, None], chosen].set(True, mode="drop")
                 return lax.dynamic_update_slice_in_dim(kept, own, n * size, 0)
 
-            kept = lax.fori_loop(
-                0, runs.count, choose, jnp.zeros((len(q), spans * SPAN), bool)
-            )
+            kept = lax.fori_loop(0, runs.count, choose, jnp.zeros((len(q), spans * SPAN), bool))
 
         def of_run(n, *arrays):
             return [lax.dynamic_slice_in_dim(x, n * size, size) for x in arrays]

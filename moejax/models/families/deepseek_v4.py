@@ -1,5 +1,5 @@
-"""DeepSeek-V4: several residual streams (hyper-connections, arXiv:2512.24880), attention to a window
-and to compressed entries, experts that a table of token ids chooses in the first layers."""
+"""DeepSeek-V4: several residual streams (hyper-connections, arXiv:2512.24880), attention to a
+window and to compressed entries, experts that a table of token ids chooses in the first layers."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ def _rates(fields: Fields) -> dict[str, int]:
         raise fields.refuse(f"compress_rates must be an object, not {given!r}")
     rates = Fields(given, f"{fields.source}: compress_rates")
     found = {}
-    for kind, older, default in ((SPARSE, "compress_rate_csa", 4), (HEAVY, "compress_rate_hca", 128)):
+    for kind, older, default in (
+        (SPARSE, "compress_rate_csa", 4),
+        (HEAVY, "compress_rate_hca", 128),
+    ):
         rate = rates.integer(kind, default)
         found[kind] = fields.integer(older, None) if fields.has(older) else rate
     return found

@@ -309,7 +309,9 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     for name, place in expected_tensors(parse_config(config), ()).items():
         values = rng.standard_normal(place.shape)
         if isinstance(place, ParamPlace) and place.key in TABLES:  # different experts for a token
-            values = values[:, : place.shape[1]].argsort(axis=1) + np.arange(place.shape[0])[:, None]
+            values = (
+                values[:, : place.shape[1]].argsort(axis=1) + np.arange(place.shape[0])[:, None]
+            )
             tensors[name] = (values % config["n_routed_experts"]).astype(NUMPY_DTYPES["float32"])
             continue
         if "norm" in name and name.endswith("weight") and len(place.shape) == 1:

@@ -374,7 +374,7 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "expert_selection_fn": ((COHERE,), "softmax"),
     "layer_norm_eps": ((COHERE,), 1e-3),
     "logit_scale": ((COHERE,), 0.5),
-    "rope_theta": ((COHERE,), 123.0),
+    "rope_theta": ((COHERE, V4), 123.0),
     "rope_scaling": ((COHERE,), {"type": "linear", "factor": 2.0}),
     "num_shared_experts": (
         (HY3, EXAONE, SARVAM, BAILING, SARVAM_MLA, AFMOE, COHERE, KIMI_LINEAR),
@@ -425,7 +425,6 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "index_n_heads": ((*INDEXED, V4), 4),
     "compress_rates": ((V4,), {"heavily_compressed_attention": 64}),
     "compress_rope_theta": ((V4,), 123.0),
-    "rope_theta": ((V4,), 123.0),
     "hc_eps": ((V4,), 1e-3),
     "hc_mult": ((V4,), 2),
     "hc_sinkhorn_iters": ((V4,), 3),
@@ -515,7 +514,10 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
         (QWEN35, QWEN35_V, LAGUNA, V4): (False, "norm_topk_prob False is not implemented"),
     },
     "hidden_act": {
-        (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS, V4): ("gelu", "hidden_act 'gelu' is not implemented")
+        (*DELTAS, LFM, HYBRID, *NO_ROPE, *ARIAS, V4): (
+            "gelu",
+            "hidden_act 'gelu' is not implemented",
+        )
     },
     "sliding_window": {
         (

@@ -663,7 +663,10 @@ CASES = {
             "num_hash_layers": 0,
             "num_hidden_layers": 2,
             "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
-            "compress_rates": {"compressed_sparse_attention": 6, "heavily_compressed_attention": 32},
+            "compress_rates": {
+                "compressed_sparse_attention": 6,
+                "heavily_compressed_attention": 32,
+            },
         },
         {"expert_budget": "0%"},
         family="DeepseekV4",
