@@ -335,6 +335,7 @@ class LayerStack(nnx.Module):
         """What a part of the layer reads of the streams x [T, N·D], [T, D], and (factors of its
         output for each stream, [T, N]; the matrix that mixes streams, [T, N, N])."""
         streams = self.config.streams
+        assert streams is not None
         count, eps = streams.count, streams.eps
         options = linear_options(self.ops, tokens)
         factors = stream_factors(x, self.weight(f"{part}_streams"), i, options, self.config)

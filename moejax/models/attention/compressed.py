@@ -52,8 +52,7 @@ class CompressedAttention:
     width: int = 0
     """Values of a head."""
     entry_values: int = 0
-    """Values of an entry's row, at least `least_values`; one for all layers, so that they share
-    pages."""
+    """Least values of an entry's row, the same for all layers, so that they share pages."""
 
     ops = ("kv_write", "head_linear")
     products = ("head_linear",)
@@ -83,6 +82,11 @@ class CompressedAttention:
         return -(-sum(self.parts) // self.spread) if self.rate else 0
 
     @property
+    def row_values(self) -> int:
+        """Values of an entry's row."""
+        return max(self.entry_values, self.least_values)
+
+    @property
     def spread(self) -> int:
         """Rows of an entry."""
         return min(self.rate & -self.rate, ENTRY_ROWS)
@@ -91,10 +95,7 @@ class CompressedAttention:
         return KVPage(block_size, 1, self.columns, self.columns)
 
     def far_page(self, block_size: int) -> KVPage | None:
-        if not self.rate:
-            return None
-        values = max(self.entry_values, self.least_values)
-        return KVPage(block_size, 1, values, values)
+        return KVPage(block_size, 1, self.row_values, self.row_values) if self.rate else None
 
     def kernel_shape(self) -> dict[str, Any]:
         return {}
@@ -153,13 +154,13 @@ class CompressedAttention:
     def _compress(self, stack, i, arena, tokens: Tokens, block_size: int, dtype) -> jax.Array:
         """The arena with the entries whose last tokens are new. One loop makes them, each by the
         same program, so that bits depend on the entry's tokens alone."""
-        runs, eps = tokens.rows, stack.config.rms_norm_eps
-        near, far = (_Places.of(*where, runs, block_size) for where in self._layers(stack, i))
-        own_page = self.far_page(block_size)
+        runs, eps = _runs(tokens), stack.config.rms_norm_eps
+        near = _Places.of(stack.near_layer(i), runs, block_size)
+        far = _Places.of(stack.far_layer(i), runs, block_size)
         size, rate = len(tokens.positions) // len(runs.start), self.rate
         most = -(-size // rate)
         view = _view(arena, self.columns, dtype)
-        held = self.spread * own_page.head_dim
+        held = self.spread * self.row_values
 
         def entry(m, made):
             n, number = m // most, (runs.start + runs.skip)[m // most] // rate + m % most
@@ -182,16 +183,13 @@ class CompressedAttention:
         n = jnp.arange(total) // most
         number = (runs.start + runs.skip)[n] // rate + jnp.arange(total) % most
         real = (n < runs.count) & ((number + 1) * rate <= (runs.start + runs.length)[n])
-        view = _view(arena, own_page.head_dim, dtype)
+        view = _view(arena, self.row_values, dtype)
         rows = (number + 1)[:, None] * rate - self.spread + jnp.arange(self.spread)
         rows = jnp.where(real[:, None], far.rows(n[:, None], rows), view.shape[0])
         bits = lax.bitcast_convert_type(made.reshape(total, self.spread, -1), jnp.uint16)
         bits = bits.reshape(*rows.shape, -1)
         view = view.at[rows].set(bits, mode="drop", unique_indices=True)
         return view.reshape(arena.shape)
-
-    def _layers(self, stack, i):
-        return stack.near_layer(i), stack.far_layer(i)
 
     def _norms(self, stack) -> list[jax.Array]:
         return [stack.weight(name) for name in ("entry_norm", "index_norm")[: len(self.parts)]]
@@ -214,16 +212,16 @@ class CompressedAttention:
 
     def _attend_rows(self, stack, i, q, queries, arena, tokens: Tokens, block_size: int):
         """Attention of all queries, run by run: [T, H, width]."""
-        runs, dtype = tokens.rows, q.dtype
+        runs, dtype = _runs(tokens), q.dtype
         size = len(q) // len(runs.start)
-        near = _Places.of(*stack.near_layer(i), runs, block_size)
+        near = _Places.of(stack.near_layer(i), runs, block_size)
         view = _view(arena, self.columns, dtype)
         sinks = stack.weight("sinks")[i].astype(jnp.float32)
         far, entries, kept = None, 0, None
         if self.rate:
-            far = _Places.of(*stack.far_layer(i), runs, block_size)
+            far = _Places.of(stack.far_layer(i), runs, block_size)
             entries = far.table.shape[1] * block_size // self.rate
-            far_view = _view(arena, self.far_page(block_size).head_dim, dtype)
+            far_view = _view(arena, self.row_values, dtype)
 
             def load(n, span):
                 """The entries [SPAN, ·] of a span, and their numbers."""
@@ -302,6 +300,14 @@ class CompressedAttention:
         return (total / mass[..., None]).astype(dtype)
 
 
+def _runs(tokens: Tokens) -> Rows:
+    assert tokens.rows is not None
+    return tokens.rows
+
+
+Layer = tuple[jax.Array | int, jax.Array, int]
+
+
 class _Places(NamedTuple):
     """Where a layer's rows are."""
 
@@ -310,7 +316,9 @@ class _Places(NamedTuple):
     block_size: int
 
     @classmethod
-    def of(cls, group, place, factor: int, runs: Rows, block_size: int) -> _Places:
+    def of(cls, layer: Layer, runs: Rows, block_size: int) -> _Places:
+        """layer: near_layer or far_layer of a stack."""
+        group, place, factor = layer
         table = runs.table if runs.table.ndim == 2 else runs.table[group]
         return cls(table * factor + place * block_size, block_size)
 

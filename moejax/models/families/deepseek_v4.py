@@ -51,7 +51,7 @@ def parse(fields: Fields) -> ModelConfig:
     types, ropes = _layer_types(fields, layers), _ropes(fields, longest)
     rates = _rates(fields)
     window = fields.integer("sliding_window", 128)
-    common = dict(
+    common: dict[str, Any] = dict(
         q_lora_rank=fields.integer("q_lora_rank", 1024),
         rotary=_rotary(fields, heads["head_dim"]),
         groups=groups,
