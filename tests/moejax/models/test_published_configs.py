@@ -239,3 +239,10 @@ def test_info_counts_the_parameters_that_transformers_counts(name):
     if name == "LongCat-Flash":  # it has gates of experts that compute nothing
         theirs -= 28 * 256 * 2 * 2048 * 6144
     assert model_info(ours).total_parameters == theirs
+
+
+def test_names_of_deepseek_v4_as_published():
+    places = expected_tensors(parse_config(FILES["DeepSeek-V4-Flash"]), ())
+    names = ("embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.2.attn.wkv.weight")
+    own = FAMILIES["DeepseekV4ForCausalLM"].own_name
+    assert {own(name) for name in names} <= places.keys()
