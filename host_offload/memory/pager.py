@@ -60,8 +60,8 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
         used, owners, _ = np.array(held, np.int32).T
         # The clock of the next reference, at which plan would compute it.
         age = tables.clock[layer] + 1 - used
-        of_owners = (table[layer][owners] for table in (tables.frequency, tables.prior))
-        key = victim_key(age, *of_owners, tables.victim_weights)
+        frequency, prior = tables.frequency[layer][owners], tables.prior[layer][owners]
+        key = victim_key(age, frequency, prior, tables.victim_weights)
         held = [held[i] for i in np.argsort(key, kind="stable").tolist()]
     return free + [(cell, owner) for _, owner, cell in held]
 
@@ -164,8 +164,8 @@ class Pager:
         _, plan = self._bound
         tables, here = self.tables, slice(layer, layer + 1)
         if plan is None:
-            rows = (table[here] for table in tables[:-1])
-            return Pager(Residency(*rows, tables.victim_weights), self.versions).reference(active)
+            rows = [*(table[here] for table in tables[:-1]), tables.victim_weights]
+            return Pager(Residency(*rows), self.versions).reference(active)
         missing = active & (tables.address[here] < 0)
         _, *counts = plan(layer, active[0])
         fills, hits, read_through = np.array(counts)[:, None]

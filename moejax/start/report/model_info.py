@@ -191,7 +191,7 @@ def model_info(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
-        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        nbytes: int = math.prod(leaf.shape) * leaf.dtype.itemsize
         counts[1] += sizes.get(param_key(path), nbytes)
     stored, versions = moe_layers * config.num_experts, {}
     own = {version: len(layers) for version, layers in config.expert_layers.items()}
