@@ -48,6 +48,10 @@ def _nibbles(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
 
 
+def _signed_nibbles(codes: np.ndarray, bits: int) -> np.ndarray:
+    return _nibbles(codes.view(np.uint8), bits)
+
+
 def _words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks eight 4-bit or four 8-bit codes from each 32-bit word, the lowest bits first."""
     whole = np.ascontiguousarray(codes).view("<i4").view(np.uint8)
@@ -152,6 +156,13 @@ _INT32, _F8 = ("int32",), ("float8_e4m3fn",)
 
 LAYOUTS: dict[str, Layout] = {
     "fp8": Layout(("", _F8), ("_scale_inv", (*_FLOATS, "float8_e8m0fnu")), name=""),
+    "fp8-scale": Layout((".weight", _F8), (".scale", ("float32", "float8_e8m0fnu"))),
+    "mxfp4-scale": Layout(
+        (".weight", ("int8", "uint8")),
+        (".scale", ("uint8", "float8_e8m0fnu")),
+        _signed_nibbles,
+        _two,
+    ),
     "mxfp4": Layout(
         (BLOCKS, ("uint8",)),
         ("_scales", ("uint8", "float8_e8m0fnu")),
@@ -373,7 +384,7 @@ def find_quantized(
                     raise
                 continue
             name = base + stored.layout.name
-            if number == len(schemes) or stored.shape == shape_of(name):
+            if number == len(schemes) or shape_of(name) in (None, stored.shape):
                 found[id(stored.shards[stored.layout.codes[0]])][name] = stored
                 used |= {base + suffix for suffix in stored.shards}
                 break

@@ -94,6 +94,8 @@ def parse_quantization(raw: dict, dtype: str | None, source: str) -> Quantizatio
         if raw.get(key) is None:
             continue
         table = _Table(raw[key], f"{source}: {key}")
+        if raw.get("expert_dtype") is not None:  # of DeepSeek-V4
+            table.values = {"expert_dtype": raw["expert_dtype"], **table.values}
         method = table.values.get("quant_method")
         if not isinstance(method, str) or method not in (_OWN, *_METHODS):
             named = shown(method).strip("'") if method else "an unnamed method"
@@ -136,7 +138,8 @@ _Found = tuple[str, tuple[Scheme, ...], bool]
 
 
 def _fp8(table: _Table) -> _Found:
-    """DeepSeek's: e4m3 with a scale for each block (its section 3.3, arXiv:2412.19437)."""
+    """DeepSeek's: e4m3 with a scale for each block (its section 3.3, arXiv:2412.19437). V4's scales
+    have another name, and its experts may be in e2m1 with an e8m0 scale for each 32."""
     table.only("fmt", "e4m3", "float8_e4m3fn")
     static = table.only("activation_scheme", "dynamic", "static") == "static"
     block = table.values.get("weight_block_size")
@@ -145,7 +148,12 @@ def _fp8(table: _Table) -> _Found:
     out, into = map(table.group, block)
     if static:
         raise table.refuse("activation_scheme is 'static'")
-    return "fp8", (Scheme("fp8", f"fp8-{into}x{out}", "f32"),), True
+    schemes = [Scheme("fp8", f"fp8-{into}x{out}", "f32")]
+    if table.values.get("scale_fmt") == "ue8m0":
+        schemes.append(Scheme("fp8-scale", f"fp8-{into}x{out}", "f32"))
+    if table.only("expert_dtype", "fp8", "fp4") == "fp4":
+        schemes.append(Scheme("mxfp4-scale", "fp4-32", "e8m0", targets=("experts",)))
+    return "fp8", tuple(schemes), True
 
 
 def _mxfp4(table: _Table) -> _Found:

@@ -10,7 +10,6 @@ from typing import Any
 from moejax.models.attention.compressed import CompressedAttention
 from moejax.models.family import Family, Fields, Parts, router_params
 from moejax.models.model_config import LayerKind, ModelConfig, Streams
-from moejax.models.quantization import KEYS
 from moejax.models.rope import Rope, parse_rope, rotary_part
 from pallas_kernels.expert_ffn import ClampedSwiGLU
 
@@ -31,11 +30,6 @@ def parse(fields: Fields) -> ModelConfig:
         ("topk_method", "noaux_tc"),
     ):
         fields.only(name, value)
-    if any(fields.has(key) for key in KEYS):
-        raise fields.refuse(
-            "weights in FP8 or FP4 are not implemented for this model, whose files have them under "
-            "names of their own; use a checkpoint in bfloat16"
-        )
     fields.only("scoring_func", "sqrtsoftplus", "sigmoid")
     layers, longest = (
         fields.integer("num_hidden_layers", 43),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import tracemalloc
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ from pallas_kernels.records import decode
 from pallas_kernels.records.format import SCALE_BYTES, encoding_of
 from tests.moejax.gguf_models import gguf_model
 from tests.moejax.quantized_models import FORMATS, pack_words, quantized_model
-from tests.moejax.transformers_models import logprobs
+from tests.moejax.transformers_models import logprobs, random_model
 
 pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
@@ -515,3 +517,64 @@ def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path
         load_checkpoint(path)
     with pytest.raises(UserError, match=r"some matrices of .* are in float32; run in it"):
         load_checkpoint(path, "bfloat16", versions=(CHECKPOINT,))
+
+
+def _fp8_in_powers(weight):
+    """Codes, scales and what they mean, as DeepSeek-V4's matrices: blocks of 32 rows and 8 columns."""
+    import torch
+
+    blocks = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 32))
+    blocks = blocks.reshape(-1, 32, weight.shape[1] // 8, 8)
+    scales = (2 ** torch.ceil(torch.log2(blocks.abs().amax((1, 3)) / 448))).to(torch.float8_e8m0fnu)
+    each = scales.float().repeat_interleave(32, 0)[: len(weight)].repeat_interleave(8, 1)
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * each
+
+
+def _fp4(weight):
+    """The same of its experts: two codes in a byte, a scale for each 32 of a row."""
+    import torch
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    groups = weight.reshape(len(weight), -1, 32)
+    scales = (2 ** torch.ceil(torch.log2(groups.abs().amax(2) / 6))).to(torch.float8_e8m0fnu)
+    each = scales.float().repeat_interleave(32, 1)
+    codes = ((weight / each)[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    return (
+        (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8),
+        scales,
+        values[codes.long()] * each,
+    )
+
+
+def test_deepseek_v4_in_fp8_and_fp4(tmp_path):
+    """Under the names of its files, beside a layer that predicts a further token."""
+    from safetensors.torch import save_file
+
+    random_model("DeepseekV4").save_pretrained(tmp_path / "dense")
+    dense = load_torch(tmp_path / "dense" / "model.safetensors")
+    stored, config = {}, json.loads((tmp_path / "dense" / "config.json").read_text())
+    published = {"model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.": ""}
+    for name, tensor in list(dense.items()):
+        start = next((start for start in published if name.startswith(start)), "")
+        own = published.get(start, "") + name.removeprefix(start)
+        stored[own] = tensor
+        if re.search(r"\.w(q|kv|o|\d)", name) and ".compressor." not in name:
+            quantize = _fp4 if ".experts." in name else _fp8_in_powers
+            scale = own.removesuffix("weight") + "scale"
+            stored[own], stored[scale], dense[name] = quantize(tensor)
+            stored |= {f"mtp.0.{key}": stored[key].clone() for key in (own, scale)}
+    save_file(dense, tmp_path / "dense" / "model.safetensors")
+    (path := tmp_path / "quantized").mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors"
+    )
+    table = {"quant_method": "fp8", "weight_block_size": [32, 8], "scale_fmt": "ue8m0"}
+    config |= {"quantization_config": table, "expert_dtype": "fp4"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert [*load_checkpoint(path, versions=(CHECKPOINT,)).store.arrays] == ["fp4-32-e8m0"]
+    found, wanted = load_checkpoint(path), load_checkpoint(tmp_path / "dense")
+    for one, other in zip(*(jax.tree.leaves(m.params) for m in (found, wanted)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    of_experts = [np.asarray(m.store.arrays["dense"]).view(np.float32) for m in (found, wanted)]
+    np.testing.assert_array_equal(*of_experts)

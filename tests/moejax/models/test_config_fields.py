@@ -650,8 +650,8 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "quantization_config": {
         KINDS: ({"quant_method": "hqq"}, "quantized with hqq"),
         (V4,): (
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            "weights in FP8 or FP4 are not implemented for this model",
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp6"},
+            "expert_dtype is 'fp6'",
         ),
     },
 }
