@@ -520,7 +520,7 @@ def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path
 
 
 def _fp8_in_powers(weight):
-    """Codes, scales and what they mean, as DeepSeek-V4's matrices: blocks of 32 rows and 8 columns."""
+    """Codes, scales and what they mean, as in DeepSeek-V4: blocks of 32 rows and 8 columns."""
     import torch
 
     blocks = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 32))
