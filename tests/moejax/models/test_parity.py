@@ -804,14 +804,17 @@ def test_agrees_with_transformers(run):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "family", ["GraniteMoeHybrid", "Jamba", "KimiLinear", "NemotronH", "Qwen3Next", "Lfm2Moe"]
+    "family",
+    ["GraniteMoeHybrid", "Jamba", "KimiLinear", "NemotronH", "Qwen3Next", "Lfm2Moe", "DeepseekV4"],
 )
-def test_long_sequences_with_state(family, tmp_path):
+def test_long_sequences(family, tmp_path):
     """Prompts that steps divide at random places, and 200 generated tokens."""
     case = CASES[FULL[family]]
+    # Of few heads of an indexer all may be 0, and torch orders equal scores as it likes.
+    heads = {"index_n_heads": 24} if family == "DeepseekV4" else {}
     case = dataclasses.replace(
         case,
-        config=case.config | {"max_position_embeddings": 8192},
+        config=case.config | heads | {"max_position_embeddings": 8192},
         engine=case.engine | {"max_model_len": 5376, "max_num_batched_tokens": 192},
         prompts=(1, 63, 64, 65, 1000, 5000),
     )
