@@ -22,6 +22,8 @@ def expert_ffn(y, arena, batch, places, options):
     listed = batch.active, int32(batch.active_count)
     activation, limit, alpha = options.activation, 0.0, 0.0
     if isinstance(activation, ClampedSwiGLU):
+        if activation.shift != 1:
+            raise ValueError(f"expert_ffn 'cpu': no shift but 1, not {activation}; 'xla' takes it")
         limit, alpha = activation.limit, activation.alpha
     return call(
         "expert_ffn",

@@ -7,7 +7,9 @@ from pallas_kernels.route.rule import SCORINGS
 
 
 def route(logits, valid, correction, layer, *, rule):
-    """route of the api, for every rule. Sums in double."""
+    """route of the api, for every rule but one. Sums in double."""
+    if rule.scoring == "sqrtsoftplus":
+        raise ValueError(f"route 'cpu': the op has no score {rule.scoring!r}; 'xla' takes it")
     shape = (logits.shape[0], rule.top_k)
     out = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
     correction = jnp.zeros((0, 0), jnp.float32) if correction is None else correction

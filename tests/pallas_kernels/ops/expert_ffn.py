@@ -350,6 +350,10 @@ CONTRACTS = (
                 {"implementation": "mosaic", "activation": ClampedSwiGLU(1, 1)},
                 "its Mosaic kernels do not clamp; 'xla' takes it",
             ),
+            (
+                {"implementation": "cpu", "activation": ClampedSwiGLU(1, 1, 0)},
+                "no shift but 1, .*; 'xla' takes it",
+            ),
         ),
     ),
     Contract(

@@ -160,6 +160,7 @@ def any_logits(implementation):
 GROUPED = RouteRule(3, groups=2)
 PAIRS = RouteRule(1, groups=4, group_score="top2")
 MIXER = RouteRule(2, scoring="sparsemixer")
+SOFTPLUS = RouteRule(2, scoring="sqrtsoftplus")
 MANY = RouteRule(1, groups=32)
 
 
@@ -200,6 +201,8 @@ CONTRACTS = (
             (4, RouteRule(2), {"correction": jnp.zeros(4)}, r"it must be \[layers, 4\]"),
             (4, RouteRule(2), {"implementation": "cuda"}, "op 'route' has no implementation"),
             (32, MANY, {"implementation": "pallas"}, "at most 16 groups, not 32; 'xla'"),
+            (4, SOFTPLUS, {"implementation": "pallas"}, "no score 'sqrtsoftplus'; 'xla' takes it"),
+            (4, SOFTPLUS, {"implementation": "cpu"}, "no score 'sqrtsoftplus'; 'xla' takes it"),
         ),
     ),
     Contract(
