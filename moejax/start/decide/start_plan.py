@@ -23,6 +23,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
+from moejax.models.model_config import ModelConfig
 from moejax.start.choices import PACKED_AS, Settings
 from moejax.start.conflicts import Situation, refuse_conflicts
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
@@ -210,7 +211,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         tiers=options.transfer.driver.tiers or "",
         store="file" if options.memory.store.name == "file" else "memory",
         queue=queue_of(settings),
-        second=second_of(settings, ops, model.dtype, device.platform),
+        second=second_of(settings, ops, model.dtype, device.platform, config),
         trace_arrays=needs | (TRACE_ARRAYS & {*settings.trace_arrays}),
         cache_aware=None if isinstance(favour, str) else favour,
         buddies=buddies,
@@ -240,14 +241,19 @@ def check_arithmetic(ops: Ops, formats: Formats | None) -> None:
         )
 
 
-def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> SecondProcessor | None:
+def second_of(
+    settings: Settings, ops: Ops, dtype: str, platform: str, config: ModelConfig
+) -> SecondProcessor | None:
     """Returns the second processor that policies give experts to, or None without one. If the
     steps' own expert op is not for a CPU, the second processor runs the native op, or XLA's if the
-    native ops are not built."""
+    native ops are not built or cannot run the model's experts."""
     if not gives_away(settings.policies):
         return None
     own = ops.expert_ffn
-    name = "cpu" if why_not_cpu() is None and dtype in DTYPES else "xla"
+    native = (
+        why_not_cpu() is None and dtype in DTYPES and "expert_ffn" not in without_native(config)
+    )
+    name = "cpu" if native else "xla"
     if own == "cpu" or (own, platform) == ("xla", "cpu"):
         name = own
     same = (name, "cpu") == (own, platform)
