@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.checkpoints.random_model import shape
-from moejax.models.attention.mamba import _unit
+from moejax.models.attention.mamba import unit_rms
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import without_kernel
 from moejax.start.kernels import kernel_shape, without_mosaic
@@ -183,7 +183,7 @@ def test_models_whose_experts_mosaic_does_not_compute_are_told_why():
 def test_a_norm_in_float32_has_no_kernel(implementation):
     x = np.random.default_rng(0).normal(size=(5, 2, 96)).astype(np.float32)
     same = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(_unit(x, 1e-5, implementation), same, rtol=1e-6)
+    np.testing.assert_allclose(unit_rms(x, 1e-5, implementation), same, rtol=1e-6)
 
 
 @pytest.mark.slow
