@@ -36,7 +36,12 @@ def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarr
         return encode(weights.astype(NUMPY_DTYPES[fmt.dtype]), fmt)
     made = np.full((count, fmt.rows, hidden), POISON, np.uint16)
     for name, (first, rows) in fmt.parts.items():
-        matrix, kind = name.split("_", 1)
+        matrix, _, kind = name.partition("_")
+        if not kind:  # dense
+            shape, size = (count, rows, hidden), (width if matrix == "down" else hidden) ** -0.5
+            values = (size * rng.standard_normal(shape)).astype(NUMPY_DTYPES[fmt.dtype])
+            made[:, first : first + rows] = values.view(np.uint16)
+            continue
         if kind == "bias":
             shape = count, fmt.bias_rows(matrix), hidden
             values = rng.standard_normal(shape).astype(NUMPY_DTYPES[fmt.dtype])
