@@ -33,6 +33,7 @@ class FakeRunner:
     buffers = SimpleNamespace(layer_versions=None)
     set_tables, seen, hold_maps = Executor.set_tables, Executor.seen, Executor.hold_maps
     prepare, snapshot, stage_list = Executor.prepare, Executor.snapshot, Executor.stage_list
+    look = Executor.look
 
     def __init__(self):
         self.transport, self.compiler = Transport(*3 * [None]), self
