@@ -44,7 +44,12 @@ def test_integer_products_of_experts_without_integers_are_refused():
 
 @pytest.mark.parametrize(
     ("linear", "dtype", "experts_only"),
-    [("cpu", "bfloat16", False), ("cpu", "float32", True), ("xla", "bfloat16", True)],
+    [
+        ("cpu", "bfloat16", False),
+        ("cpu", "float32", False),
+        ("cpu", "float16", True),
+        ("xla", "bfloat16", True),
+    ],
 )
 def test_results_say_which_products_are_of_integers(linear, dtype, experts_only):
     ops = SimpleNamespace(arithmetic="int8", linear=linear)
