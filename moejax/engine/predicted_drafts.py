@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from host_offload.memory.arena import OutOfPages
@@ -20,14 +19,13 @@ from moejax.engine.sampling import sampling_of
 from moejax.engine.step_work import Step
 from moejax.requests.request import Request
 from moejax.step.step_parts import empty_prefill
+from pallas_kernels.rms_norm import rms_norm
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _normalise(x: jax.Array, weight: jax.Array, eps: float, offset: int) -> jax.Array:
-    """RMSNorm of [T, D] by a weight [D] that is stored less `offset`."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
-    return (wide * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
+    """The model's norm of [T, D], by a weight [D] that is stored less `offset`."""
+    return rms_norm(x, (weight + offset)[None], 0, eps).astype(x.dtype)
 
 
 @dataclasses.dataclass(eq=False)

@@ -559,10 +559,8 @@ class LayerStack(nnx.Module):
             return (jax.nn.relu(up) * up).astype(normed.dtype)
         gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        return (self._activate(gate, up)).astype(normed.dtype)
-
-    def _activate(self, gate, up):
-        return gated(self.config.shared_swiglu or self.config.hidden_act, gate, up)
+        activation = self.config.shared_swiglu or self.config.hidden_act
+        return gated(activation, gate, up).astype(normed.dtype)
 
 
 def stream_factors(x, weights, layer, options: LinearOptions, config: ModelConfig) -> jax.Array:

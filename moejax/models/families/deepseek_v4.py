@@ -31,10 +31,8 @@ def parse(fields: Fields) -> ModelConfig:
     ):
         fields.only(name, value)
     fields.only("scoring_func", "sqrtsoftplus", "sigmoid")
-    layers, longest = (
-        fields.integer("num_hidden_layers", 43),
-        fields.integer("max_position_embeddings", 1_048_576),
-    )
+    layers = fields.integer("num_hidden_layers", 43)
+    longest = fields.integer("max_position_embeddings", 1_048_576)
     heads = fields.heads(64, 1, hidden=4096, head_dim=512)
     groups = fields.integer("o_groups", 8)
     if heads["num_attention_heads"] % groups:
