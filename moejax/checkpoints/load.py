@@ -36,6 +36,7 @@ from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.shards import INDEX, SINGLE, find_shards
 from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
 from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.checkpoints.tensors import TABLES
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
 from moejax.models.gguf_header import is_gguf, read_gguf
@@ -247,7 +248,20 @@ def _read(
         for version, layers in reading.items():
             tasks = reader.read_experts(version, layers, builders[version], dtype)
             run_tasks(pool, tasks, advance)
+        _check_tables(str(opened.directory), params, run.config.num_experts)
         return params, {v: builder.finish().arrays[v] for v, builder in builders.items()}
+
+
+def _check_tables(source: str, params: Any, experts: int) -> None:
+    """Raises UserError if a table lists an expert that the model does not have."""
+    for path, table in jax.tree_util.tree_leaves_with_path(params):
+        if getattr(path[-1], "key", None) in TABLES:
+            least, most = float(table.min()), float(table.max())
+            if not 0 <= least <= most < experts:
+                raise UserError(
+                    f"{source}: the tables of experts by token (tid2eid) list {least:g} to "
+                    f"{most:g}, but the model has experts 0 to {experts - 1}"
+                )
 
 
 def _read_param(

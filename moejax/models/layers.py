@@ -328,7 +328,6 @@ class LayerStack(nnx.Module):
         listed = table[i, tokens.ids].astype(jnp.int32)
         # As in _force_routing, ids must depend on attention, or XLA copies the arena.
         listed = jnp.where(logits[:, :1] > -jnp.inf, listed, 0)
-        listed = jnp.clip(listed, 0, self.config.num_experts - 1)
         return weigh(logits, listed, tokens.valid, rule=self.config.route_rule)
 
     def _mixing(self, i, x, part, tokens):

@@ -189,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
     choices, text = ("exact", "int8"), "of another moejax (default: there is none)"
     add("--arithmetic", default="exact", choices=choices, help=text)
+    add("--dtype", default="auto", help="of moejax: float32 is as llama.cpp computes (default: auto)")
     add("--quality", action="store_true", help="logits beside those of the file in float32")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
@@ -244,6 +245,7 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
             threads=args.threads,
             precision=stage if base == f"moejax {stage}" else None,
             arithmetic=arithmetic or "exact",
+            dtype=args.dtype,
             job=args.job,
         )
     if args.job:
@@ -260,7 +262,11 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
         if args.quality and STAGES[stage][0].endswith("all"):
             said += quality(workers)
         rows = measure(args, workers)
-    yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
+    if args.json:
+        print(*said, sep="\n", file=sys.stderr)
+        yield from map(json.dumps, rows)
+    else:
+        yield from [*said, *aligned(COLUMNS, rows)]
 
 
 def worker_of(args: argparse.Namespace, name: str, task: Task) -> contextlib.closing[Worker]:

@@ -10,12 +10,13 @@ from safetensors import safe_open
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.statistics import kv_stats
+from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.step.compiler import compiler_options
 from tests.hlo import arena_copies, read_executable
 from tests.moejax.checkpoints.conversions import assert_same_model
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget
-from tests.moejax.models.families import write_checkpoint
+from tests.moejax.models.families import config_of, weights_of, write, write_checkpoint
 from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, nbytes
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -149,6 +150,16 @@ def test_layouts_load_to_the_same_bits(family, files, tmp_path):
     stack = write_checkpoint(tmp_path / "stack", family, stack=separate, shards=files[1])
     assert (count_tensors(stack) < count_tensors(single)) == separate
     assert_same_model(load_checkpoint(single), load_checkpoint(stack))
+
+
+@pytest.mark.parametrize("expert", [-1, EXPERTS])
+def test_tables_of_experts_that_the_model_lacks_are_refused(expert, tmp_path):
+    config = config_of("DeepseekV4ForCausalLM")
+    tensors = weights_of(config)
+    name = next(name for name in tensors if name.endswith("tid2eid"))
+    tensors[name][5, 1] = expert
+    with pytest.raises(UserError, match=f"tid2eid.*{expert}.*but the model has experts 0 to 7"):
+        load_checkpoint(write(tmp_path, tensors, config))
 
 
 def count_tensors(directory) -> int:
