@@ -252,7 +252,11 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
         NONE
         if line.get("policy_s") is None
         else _median("policy_s", 1e3)(line)
-        + f", {line['policy_s'] * line['steps'] / line['decode_s']:.0%}"
+        + (  # of conversations nobody knows the time of decoding alone
+            f", {line['policy_s'] * line['steps'] / line['decode_s']:.0%}"
+            if line.get("decode_s")
+            else ""
+        )
     ),
     "p99 ms": _median("tpot_p99_s", 1e3),
     "TTFT ms": _median("ttft_s", 1e3),
