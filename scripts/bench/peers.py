@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--without", default="", help="engines to leave out: llama.cpp, transformers")
     choices, text = ("exact", "int8"), "of another moejax (default: there is none)"
     add("--arithmetic", default="exact", choices=choices, help=text)
-    add("--dtype", default="auto", help="of moejax: float32 is as llama.cpp computes (default: auto)")
+    add("--dtype", default="auto", help="of moejax; llama.cpp's is float32 (%(default)s)")
     add("--quality", action="store_true", help="logits beside those of the file in float32")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
