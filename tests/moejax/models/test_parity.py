@@ -955,9 +955,9 @@ def test_every_parameter_is_noticed(run):
         # Of now: buffers are other tensors after a change of dtype.
         parameter = wrong.state_dict(keep_vars=True)[name]
         right = parameter.data
-        # Another unit's, or another expert's; of the only one another input's.
-        axis = next(axis for axis, size in enumerate(right.shape) if size > 1)
-        parameter.data = right.roll(1, dims=axis)
+        # Another unit's, or another expert's; of the only one another input's; a number's double.
+        axis = next((axis for axis, size in enumerate(right.shape) if size > 1), None)
+        parameter.data = 2 * right if axis is None else right.roll(1, dims=axis)
         errors = _errors(run, _expected(run, wrong))
         assert min(errors) > 1e-3, name
         parameter.data = right
