@@ -19,9 +19,12 @@ import numpy as np
 from host_offload.memory.bounded_reads import read_within
 from host_offload.memory.device_memory import shares_memory
 from pallas_kernels.cpu.checksums import KINDS, checksum
+from pallas_kernels.cpu.gguf import BLOCK_MATRIX
 from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.cpu.sources import MEMORY, NOWHERE, SOURCE, Sources
 from pallas_kernels.records.format import RecordFormat
+
+NO_BLOCKS = np.zeros(3, BLOCK_MATRIX)
 
 
 class RecordSource(Protocol):
@@ -50,6 +53,11 @@ class RecordSource(Protocol):
         """The layout of the record's last part in the file, see Sources."""
         ...
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """BLOCK_MATRIX[3], the matrices that lie in blocks, see Sources."""
+        ...
+
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
         """Fills `record`, a contiguous uint16[rows, D]. Any thread may call it. Raises OSError,
         naming the file, if the bytes cannot be read or have changed."""
@@ -74,7 +82,7 @@ class StackedRecords:
     format: RecordFormat
     array: jax.Array
 
-    verify, first_file, turned = False, "", (0, 0)
+    verify, first_file, turned, blocks = False, "", (0, 0), NO_BLOCKS
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -124,7 +132,7 @@ class RecordFiles:
     def shape(self) -> tuple[int, int]:
         return self.checksums.shape[0], self.checksums.shape[1]
 
-    turned = 0, 0
+    turned, blocks = (0, 0), NO_BLOCKS
 
     @property
     def first_file(self) -> str:
@@ -230,7 +238,8 @@ def locate_records(
             if place >= 0:
                 mine[layer] = located[place]
     parts = tuple(source.format.waited for source in sources)
-    return Sources(table, parts, tuple(source.turned for source in sources))
+    turned, blocks = ([getattr(each, name) for each in sources] for name in ("turned", "blocks"))
+    return Sources(table, parts, tuple(turned), tuple(blocks))
 
 
 def place_parts(first: np.ndarray, record: RecordFormat) -> np.ndarray:

@@ -150,6 +150,11 @@ def put_values(values: np.ndarray, part: np.ndarray) -> None:
     into[: values.size], into[values.size :] = values, 0
 
 
+def numbers_dtype(name: str) -> np.dtype:
+    """numpy's dtype of numbers that Encoding.dtype_of names."""
+    return _DTYPES[name]
+
+
 def as_scales(values: np.ndarray, encoding: Encoding) -> np.ndarray:
     """Converts scales to the encoding's dtype. Raises QuantizedError for a scale that this dtype
     cannot hold exactly."""

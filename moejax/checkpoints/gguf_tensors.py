@@ -11,12 +11,17 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_scales
+from host_offload.versions.quantized import (
+    QuantizedError,
+    QuantizedMatrix,
+    as_scales,
+    numbers_dtype,
+)
 from moejax.checkpoints.gguf_delta import Restore, Restored, gated_delta_tensor
 from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
 from moejax.checkpoints.tensors import ExpertPlace, expected_tensors, separate_experts
@@ -24,6 +29,8 @@ from moejax.errors import UserError
 from moejax.models.gguf_config import FLOATS, FORMATS
 from moejax.models.gguf_header import GgufHeader, GgufTensor
 from moejax.models.model_config import ModelConfig
+from pallas_kernels.cpu.gguf import put_blocks
+from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.records.encoding import Encoding
 from pallas_kernels.records.format import encoding_of
 
@@ -72,7 +79,7 @@ class GgufFile:
     @contextlib.contextmanager
     def open(self) -> Iterator[GgufReader]:
         with _as_shard(self.header).open() as reader:
-            yield GgufReader(self, reader)
+            yield GgufReader(self, reader, why_not_cpu() is None)
 
 
 def _as_shard(header: GgufHeader) -> Shard:
@@ -87,10 +94,14 @@ def _as_shard(header: GgufHeader) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class GgufReader:
-    """An open GgufFile; a TensorReader."""
+    """An open GgufFile; a TensorReader.
+
+    native: whether the native library puts codes into records.
+    """
 
     file: GgufFile
     reader: ShardReader
+    native: bool
 
     splits = True
 
@@ -131,11 +142,44 @@ class GgufReader:
         """
         source = self.file.sources[name]
         index = source.index if index is None else index
-        encoding = encoding_of(FORMATS[source.tensor.type])
-        weights, nbytes = _block(source.tensor.type)
         raw = self._bytes(source.parts[0], index, rows)
-        shape = (len(raw), source.tensor.shape[-1] // weights, nbytes)
-        matrix = UNPACK[source.tensor.type](raw.reshape(shape), encoding)
+        matrix = unpacked(raw, source.tensor)
+        self._check(matrix, source, dtype, index)
+        return matrix
+
+    def put(
+        self,
+        name: str,
+        dtype: np.dtype,
+        matrix: str,
+        parts: Mapping[str, np.ndarray],
+        rows: slice | None = None,
+    ) -> None:
+        """Reads a matrix into its parts of a record. Arguments and errors are those of `matrix` and
+        of QuantizedMatrix.put."""
+        source = self.file.sources[name]
+        tensor, index = source.tensor, source.index
+        if not self.native:
+            self.matrix(name, dtype, rows=rows).put(matrix, parts)
+            return
+        raw, down = self._bytes(source.parts[0], index, rows), matrix == "down"
+        put_blocks(tensor.type, raw, tensor.shape[-1], down, parts)
+        encoding = encoding_of(FORMATS[tensor.type])
+        numbers = {}
+        for field in encoding.fields[1:]:
+            if field != "highs":
+                each = encoding.groups[0] * (encoding.super if field.endswith("supers") else 1)
+                shape = len(raw), tensor.shape[-1] // each
+                item = numbers_dtype(encoding.dtype_of(field))
+                flat = parts[field].reshape(-1).view(np.uint8)[: math.prod(shape) * item.itemsize]
+                flat = flat.view(item)
+                numbers[field] = flat.reshape(shape[::-1]).T if down else flat.reshape(shape)
+        codes = np.empty((len(raw), 0), np.uint8)  # of which none means NaN
+        self._check(QuantizedMatrix(codes, encoding=encoding, **numbers), source, dtype, index)
+
+    def _check(
+        self, matrix: QuantizedMatrix, source: Source, dtype: np.dtype, index: int | None
+    ) -> None:
         try:
             matrix.check(dtype)
         except QuantizedError as error:
@@ -143,7 +187,6 @@ class GgufReader:
             raise UserError(
                 f"{self.file.path}: tensor {source.parts[0][1]}{expert} {error}"
             ) from None
-        return matrix
 
     def _bytes(
         self,
@@ -172,6 +215,16 @@ def _block(type_: str) -> tuple[int, int]:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     return GGML_QUANT_SIZES[GGMLQuantizationType[type_]]
+
+
+def unpacked(raw: np.ndarray, tensor: GgufTensor) -> QuantizedMatrix:
+    """Some rows of a tensor.
+
+    - `raw`: uint8[rows, bytes of a row].
+    """
+    weights, nbytes = _block(tensor.type)
+    blocks = raw.reshape(len(raw), tensor.shape[-1] // weights, nbytes)
+    return UNPACK[tensor.type](blocks, encoding_of(FORMATS[tensor.type]))
 
 
 def _floats(raw: np.ndarray, part: tuple[GgufHeader, str]) -> np.ndarray:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from host_offload.memory.record_source import RecordSource
+from host_offload.memory.record_source import NO_BLOCKS, RecordSource
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task, own_versions
@@ -48,8 +48,10 @@ from moejax.checkpoints.tensors import (
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.families import FAMILIES
+from moejax.models.gguf_config import FLOATS
 from moejax.models.gguf_header import read_gguf
 from moejax.models.next_token import predictor_of
+from pallas_kernels.cpu.gguf import FIELDS, KINDS
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.linear.coded import CODED_DTYPES, CodedLayers, CodedRows, lay_out
 from pallas_kernels.records import RecordFormat
@@ -127,12 +129,13 @@ class TensorCheckpoint(Checkpoint):
                 "others from what `moejax quantize` wrote"
             )
         experts = self.config.num_experts
+        version_of = {layer: version for version, layers in held.items() for layer in layers}
         tensors: dict[tuple[int, int], list[ExpertTensor]] = {}
         for file, name in self.expert_tensors:
             place = self.places[name]
             assert isinstance(place, ExpertPlace)
             if as_stored:
-                self._require_as_stored(file, name, place, dtype)
+                self._require_as_stored(file, name, place, dtype, version_of[place.layer])
             for expert in range(experts) if place.expert is None else (place.expert,):
                 tensors.setdefault((place.layer, expert), []).append((file, name, place))
         dense = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
@@ -153,15 +156,20 @@ class TensorCheckpoint(Checkpoint):
         }
 
     def _require_as_stored(
-        self, file: TensorFile, name: str, place: ExpertPlace, dtype: str
+        self, file: TensorFile, name: str, place: ExpertPlace, dtype: str, version: str
     ) -> None:
-        """Raises UserError for a tensor whose bytes are not those of a dense record."""
+        """Raises UserError for a tensor that native threads cannot bring into a record of this
+        version: its bytes are not those of a dense one, nor blocks of a GGUF file."""
         why, into = "", f"`moejax convert {self.directory} DST"
-        if not isinstance(file, Shard):
-            why = "has its codes in another order"
-        elif place.turned or place.is_bias:
+        stored = file.tensors[name].dtype
+        if isinstance(file, GgufFile):
+            type_ = file.sources[name].tensor.type
+            stored = FLOATS.get(type_, type_)
+        if place.turned or place.is_bias:
             why = "lies otherwise"
-        elif (stored := file.tensors[name].dtype) != dtype:
+        elif not isinstance(file, Shard | GgufFile):
+            why = "has its codes in another order"
+        elif version == DENSE and stored != dtype:
             why, into = f"is in {stored}, not {dtype}", f"{into} --dtype {dtype}"
         if why:
             raise UserError(
@@ -293,20 +301,43 @@ class TensorRecords:
     @property
     def turned(self) -> tuple[int, int]:
         itemsize = NUMPY_DTYPES[self.dtype].itemsize
-        return self.format.width * itemsize, itemsize
+        return (self.format.width * itemsize, itemsize) if self._is_dense else (0, 0)
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.format.version == DENSE
+
+    @property
+    def blocks(self) -> np.ndarray:
+        found, row = NO_BLOCKS.copy(), 2 * self.format.hidden
+        for file, name, place in () if self._is_dense else self.tensors[0, 0]:
+            assert isinstance(file, GgufFile), "others are read through a cache"
+            mine = found[self.format.matrices.index(place.matrix)]
+            tensor, (rows, width) = file.sources[name].tensor, place.shape
+            mine["kind"], mine["rows"], mine["width"] = KINDS[tensor.type], rows, width
+            mine["bytes"], mine["down"] = tensor.nbytes // tensor.shape[0], place.matrix == "down"
+            for i, field in enumerate(FIELDS):
+                if span := self.format.spans.get(f"{place.matrix}_{field}"):
+                    mine["places"][i], mine["sizes"][i] = row * span[0], row * span[1]
+        return found
 
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
         table = np.zeros(self.shape, SOURCE)
-        matrix, (_, itemsize) = self.format.waited[0], self.turned
+        itemsize = NUMPY_DTYPES[self.dtype].itemsize
         for key, tensors in self.tensors.items():
-            for shard, name, place in tensors:
-                assert isinstance(shard, Shard), "others are read through a cache"
-                stacked = key[1] if place.expert is None else 0
-                first = shard.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
-                parts = map(self.format.matrices.index, place.matrices)
-                for number, part in enumerate(parts):
-                    table["place"][key][part] = first + number * matrix
-                    table["file"][key][part] = number_file(str(shard.path))
+            for file, name, place in tensors:
+                path, first = file.path, 0
+                if isinstance(file, GgufFile):
+                    tensor = file.sources[name].tensor
+                    first = tensor.begin + key[1] * (tensor.nbytes // tensor.shape[0])
+                    path = file.sources[name].parts[0][0].path
+                else:
+                    assert isinstance(file, Shard), "others are read through a cache"
+                    stacked = key[1] if place.expert is None else 0
+                    first = file.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
+                for number, part in enumerate(map(self.format.matrices.index, place.matrices)):
+                    table["place"][key][part] = first + number * self.format.waited[0]
+                    table["file"][key][part] = number_file(str(path))
         return table
 
 

@@ -143,21 +143,20 @@ class OpenTensor:
 
         - `first`: even, since the numbers of a row may have an odd number of bytes.
         """
-        assert isinstance(self.reader, QuantizedReader | GgufReader)
-        dtype = NUMPY_DTYPES[layout.dtype]
-        if isinstance(self.reader, GgufReader):
-            matrix = self.reader.matrix(self.name, dtype, rows=slice(first, first + count))
-        else:
-            matrix = self.reader.matrix(self.name, dtype)
         parts = {}
-        for field in matrix.encoding.fields:
+        for field in layout.encodings["up"].fields:
             begin, height = layout.parts[f"up_{field}"]
             part = record[begin * layout.hidden : (begin + height) * layout.hidden]
             bytes_of_row = layout.row_bytes(field)
             end = None if first + count == layout.width else bytes_of_row * (first + count) // 2
             parts[field] = part[bytes_of_row * first // 2 : end]
-        matrix.put("up", parts)
-        return matrix.codes.size * self._stored.itemsize
+        dtype = NUMPY_DTYPES[layout.dtype]
+        if isinstance(self.reader, GgufReader):
+            self.reader.put(self.name, dtype, "up", parts, slice(first, first + count))
+        else:
+            assert isinstance(self.reader, QuantizedReader)
+            self.reader.matrix(self.name, dtype).put("up", parts)
+        return count * layout.hidden * self._stored.itemsize
 
     def _put_bias(
         self,
@@ -185,18 +184,25 @@ class OpenTensor:
     ) -> int:
         """Puts the codes and scales of a quantized matrix, or of gate and up, into a record.
         Returns the bytes read."""
-        assert isinstance(self.reader, QuantizedReader | GgufReader)
-        whole, spans = self.reader.matrix(self.name, dtype, index), sink.layout.spans
+        reader, whole = self.reader, None
+        if not isinstance(reader, GgufReader):
+            assert isinstance(reader, QuantizedReader)
+            whole = reader.matrix(self.name, dtype, index)
         for number, name in enumerate(place.matrices):
             with user_errors(QuantizedError, where=f"{self.file.path}: matrix {self.name} "):
-                matrix = whole.rows(place.rows(number))
+                matrix = None if whole is None else whole.rows(place.rows(number))
             with contextlib.ExitStack() as stack:
                 parts = {
-                    field: stack.enter_context(sink.piece(*at, 1, *spans[f"{name}_{field}"]))
-                    for field in matrix.encoding.fields
+                    field: stack.enter_context(
+                        sink.piece(*at, 1, *sink.layout.spans[f"{name}_{field}"])
+                    )
+                    for field in sink.layout.encodings[name].fields
                 }
-                matrix.put(name, parts)
-        return whole.codes.size * self._stored.itemsize
+                if matrix is not None:
+                    matrix.put(name, parts)
+                elif isinstance(reader, GgufReader):
+                    reader.put(self.name, dtype, name, parts)
+        return math.prod(place.shape[-2:]) * self._stored.itemsize
 
     @property
     def _stored(self) -> np.dtype:

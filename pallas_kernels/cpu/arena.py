@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.cpu.finalizer import finalize_here
+from pallas_kernels.cpu.gguf import BLOCK_MATRIX
 from pallas_kernels.cpu.library import call, int32, library
 from pallas_kernels.cpu.sources import Sources
 
@@ -135,8 +136,9 @@ class ArenaMemory:
             np.ascontiguousarray(sources.records),
         )
         turned = np.array(sources.turned, np.int64)
+        blocks = np.array(sources.blocks or np.zeros((len(parts), 3), BLOCK_MATRIX), BLOCK_MATRIX)
         pointers = (array.ctypes.data for array in (shape, records, parts))
-        operands = *pointers, most, turned.ctypes.data, ahead, buffers
+        operands = *pointers, most, turned.ctypes.data, blocks.ctypes.data, ahead, buffers
         if not _functions().attach(self.handle, queue, *operands):
             raise ValueError("the arena or the queue is closed, or there is no memory for buffers")
         self.sources = sources
@@ -229,7 +231,7 @@ def _functions() -> _Functions:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     found["attach"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_int32, pointer, pointer, pointer),
-        *(number, pointer, ctypes.c_int32, number),
+        *(number, pointer, pointer, ctypes.c_int32, number),
     ]
     found["failures"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_uint32, number, pointer, pointer),

@@ -43,6 +43,11 @@ class Sources:
     """By version, (bytes of a row, bytes of a number) of a last part that is stored transposed;
     (0, 0): it is not transposed."""
 
+    blocks: tuple[np.ndarray, ...] = ()
+    """By version, BLOCK_MATRIX[3] of gate, up and down where each lies in blocks of a file, so that
+    SOURCE says where they begin, and the record is one part; all zero: it does not. Empty: none
+    does."""
+
     def __post_init__(self):
         if self.records.dtype != SOURCE or self.records.ndim != 3:
             raise ValueError(f"records are SOURCE[V, L, E], not {self.records.dtype}")

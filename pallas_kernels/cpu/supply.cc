@@ -66,7 +66,9 @@ void Supply::bring(int64_t version, int64_t layer, int64_t expert, int64_t cell,
   request.check = record.check;
   request.parts = static_cast<int32_t>(parts.size());
   Pieces pieces;
-  for (size_t p = 0; p < parts.size(); p++) pieces.parts.push_back({record.file[p], record.place[p]});
+  pieces.blocks = sources.blocks[static_cast<size_t>(version)];
+  const size_t apart = pieces.blocks ? pieces.blocks->size() : parts.size();
+  for (size_t p = 0; p < apart; p++) pieces.parts.push_back({record.file[p], record.place[p]});
   const int64_t* const turned = &sources.turned[static_cast<size_t>(2 * version)];
   pieces.row = turned[0], pieces.item = turned[1];
   std::string why;  // the cell has it, too
@@ -131,16 +133,23 @@ std::vector<SupplyFailure> Supply::failures(uint32_t writes) {
 MOEJAX_CALLED int32_t moejax_cpu_arena_attach(uint32_t handle, int32_t queue, const int64_t* shape,
                                               const SourceRecord* records, const int64_t* parts,
                                               int64_t most_parts, const int64_t* turned,
-                                              int32_t ahead, int64_t buffers) {
+                                              const BlockMatrix* blocks, int32_t ahead,
+                                              int64_t buffers) {
   const auto arena = find_arena(handle);
   const auto found = find_transfer_queue(queue);
   if (!arena || !found) return 0;
-  Sources sources{shape[0], shape[1], shape[2], {}, {}, {turned, turned + 2 * shape[0]}};
+  Sources sources{shape[0], shape[1], shape[2], {}, {}, {turned, turned + 2 * shape[0]}, {}};
   sources.records.assign(records, records + shape[0] * shape[1] * shape[2]);
   for (int64_t v = 0; v < shape[0]; v++) {
     const int64_t* mine = parts + v * most_parts;
     const auto end = std::find(mine, mine + most_parts, 0);
     sources.parts.emplace_back(mine, end);
+    std::vector<BlockMatrix> matrices;
+    for (const auto* m = blocks + 3 * v; m < blocks + 3 * (v + 1); m++) {
+      if (m->bytes) matrices.push_back(*m);
+    }
+    if (matrices.empty()) sources.blocks.emplace_back();
+    else sources.blocks.push_back(std::make_shared<const std::vector<BlockMatrix>>(matrices));
   }
   try {
     arena->attach(std::make_shared<Supply>(found, std::move(sources), SupplyCauses{0, ahead}, buffers));

@@ -27,6 +27,8 @@ struct Sources {
   std::vector<SourceRecord> records;        // [versions, layers, experts]
   std::vector<std::vector<int64_t>> parts;  // by version: bytes of gate, up, down, or of all at once
   std::vector<int64_t> turned;              // by version: row and item of `Pieces`
+  // By version: of records of blocks, whose matrices lie apart; null: of others.
+  std::vector<std::shared_ptr<const std::vector<BlockMatrix>>> blocks;
 
   // Null where there is no such record.
   const SourceRecord* find(int64_t version, int64_t layer, int64_t expert) const;

@@ -232,6 +232,15 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
     if (part_bytes[part] < 1) break;
     transfer->parts.push_back(part_bytes[part]);
     if (!apart) pieces.parts.push_back({request.file, request.source + transfer->bytes});
+    if (pieces.blocks) {  // a matrix at once, however long
+      const auto count = (int64_t)pieces.blocks->size(), each = part_bytes[part] / count;
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t n = i + 1 < count ? each : part_bytes[part] - i * each;
+        transfer->chunks.push_back({part, i * each, n});
+      }
+      transfer->bytes += part_bytes[part];
+      continue;
+    }
     const int64_t row = part + 1 == request.parts ? pieces.row : 0;  // whole ones are transposed
     const int64_t most = row ? std::max(options_.chunk_bytes / row, int64_t{1}) * row
                              : options_.chunk_bytes;
@@ -256,16 +265,18 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
 // Why a transfer cannot be queued, or empty; sets its files.
 std::string TransferQueue::refusal(Transfer& transfer) {
   if (stopping_) return "the queue is closed";
-  transfer.opened.assign(transfer.parts.size(), {});
-  for (size_t part = 0; part < transfer.parts.size(); part++) {
-    const auto [file, source] = transfer.pieces.parts[part];
+  const auto& pieces = transfer.pieces;
+  transfer.opened.assign(pieces.parts.size(), {});
+  for (size_t part = 0; part < pieces.parts.size(); part++) {
+    const auto [file, source] = pieces.parts[part];
+    const int64_t nbytes = pieces.blocks ? (*pieces.blocks)[part].bytes : transfer.parts[part];
     if (file >= (int32_t)files_.size()) return "there is no file " + std::to_string(file);
     if (file < 0) continue;
     const File& found = *files_[(size_t)file];
     transfer.opened[part].file = &found;
-    if (source < 0 || source > found.identity.size - transfer.parts[part]) {
+    if (source < 0 || source > found.identity.size - nbytes) {
       return found.path + " has " + std::to_string(found.identity.size) + " bytes, not " +
-             std::to_string(transfer.parts[part]) + " from " + std::to_string(source) + " on";
+             std::to_string(nbytes) + " from " + std::to_string(source) + " on";
     }
   }
   return "";
@@ -641,6 +652,8 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
   std::string failure;
   if (transfer.unpack) {
     transfer.unpack(to, chunk.first, chunk.bytes);
+  } else if (transfer.pieces.blocks) {
+    failure = move_blocks(transfer, chunk, bounce);
   } else if (transfer.turned(chunk.part)) {
     std::vector<uint8_t> rows((size_t)chunk.bytes);
     failure = move_piece(transfer, chunk, rows.data(), bounce);
@@ -655,6 +668,33 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
   }
   faults::delay(this, transfer.asked);
   return failure;
+}
+
+// A matrix of blocks, into its places in the record.
+std::string TransferQueue::move_blocks(Transfer& transfer, const Chunk& chunk, Bounce& bounce) {
+  const auto& matrices = *transfer.pieces.blocks;
+  const auto part = (size_t)(chunk.first / (transfer.bytes / (int64_t)matrices.size()));
+  const BlockMatrix& matrix = matrices[part];
+  const auto [file, source] = transfer.pieces.parts[part];
+  static thread_local std::vector<uint8_t> memory;  // of this thread, for one matrix after the other
+  const uint8_t* raw = reinterpret_cast<const uint8_t*>(source);
+  if (transfer.opened[part].file) {
+    if ((int64_t)memory.size() < matrix.bytes + 2 * kBlock) {
+      memory.resize((size_t)(matrix.bytes + 2 * kBlock));
+    }
+    // Where places in memory and in the file agree, bytes come straight.
+    const auto begin = reinterpret_cast<intptr_t>(memory.data());
+    auto* const to = memory.data() + ((source - begin) % kBlock + kBlock) % kBlock;
+    const size_t slot = transfer.slot(part);
+    std::string failure = open_file(transfer, slot);
+    if (failure.empty()) failure = read(transfer, slot, to, source, matrix.bytes, bounce);
+    if (!failure.empty()) return failure;
+    raw = to;
+  }
+  if (put_blocks(matrix, raw, reinterpret_cast<uint8_t*>(transfer.request.destination))) {
+    return "the record has no room for a matrix";
+  }
+  return "";
 }
 
 // A chunk's bytes as they lie, to `to`.

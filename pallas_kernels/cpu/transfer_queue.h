@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/checksums.h"
+#include "pallas_kernels/cpu/gguf.h"
 
 namespace moejax {
 
@@ -93,6 +94,8 @@ struct Pieces {
   std::vector<Piece> parts;  // empty: the request says it
   // Bytes of a row and of a number of the last part as it lies, which comes transposed; 0: it does not.
   int64_t row = 0, item = 0;
+  // The matrices of a record of one part, which lie apart in blocks: each of `parts` is one of them.
+  std::shared_ptr<const std::vector<BlockMatrix>> blocks;
 };
 
 // Writes bytes [first, first + bytes) of a transfer at `to`.
@@ -198,6 +201,7 @@ class TransferQueue {
   bool there(const Transfer& transfer, int64_t part) const;
   bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
   std::string move(Transfer& transfer, const Chunk& chunk, Bounce& bounce);
+  std::string move_blocks(Transfer& transfer, const Chunk& chunk, Bounce& bounce);
   std::string move_piece(Transfer& transfer, const Chunk& chunk, uint8_t* to, Bounce& bounce);
   std::string open_file(Transfer& transfer, size_t part);
   std::string read(Transfer& transfer, size_t part, uint8_t* to, int64_t at, int64_t n,

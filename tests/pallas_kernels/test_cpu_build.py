@@ -199,7 +199,7 @@ def test_refuses_other_dtypes(x, weights, message):
         )
 
 
-SHARED = ("select", "arena", "supply", "transfer_queue", "transfer_calls", "checksums")
+SHARED = ("select", "arena", "supply", "transfer_queue", "transfer_calls", "checksums", "gguf")
 """What ops are linked with beside the kernels."""
 
 

@@ -22,11 +22,18 @@ FLAGS += ("-DMOEJAX_X86",) if os.uname().machine == "x86_64" else ()
 
 NATIVE_OPS, CHECKS = REPOSITORY / "pallas_kernels", REPOSITORY / "tests/pallas_kernels"
 EXPERTS, QUEUE = NATIVE_OPS / "expert_ffn/cpu.cc", build.HERE / "transfer_queue.cc"
-TRANSFERS = (CHECKS / "transfers_check.cc", QUEUE, build.HERE / "checksums.cc")
+TRANSFERS = (
+    CHECKS / "transfers_check.cc",
+    QUEUE,
+    *(build.HERE / f"{name}.cc" for name in ("checksums", "gguf")),
+)
 BESIDE_EXPERTS = (
     *(CHECKS / "experts_check.cc", EXPERTS, QUEUE, build.HERE / "kernels.cc"),
     *(NATIVE_OPS / op / "cpu.cc" for op in ("fill", "records")),
-    *(build.HERE / f"{name}.cc" for name in ("supply", "arena", "transfer_calls", "checksums")),
+    *(
+        build.HERE / f"{name}.cc"
+        for name in ("supply", "arena", "transfer_calls", "checksums", "gguf")
+    ),
 )
 
 MUTANTS = {

@@ -17,18 +17,21 @@ from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.fingerprint import fingerprint
+from moejax.checkpoints.gguf_tensors import unpacked
 from moejax.checkpoints.load import load_checkpoint
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
-from moejax.models.gguf_header import read_gguf
+from moejax.models.gguf_header import GgufTensor, read_gguf
 from moejax.start.decide.facts import facts_of
 from moejax.start.report.dry_run import facts_without_weights
 from moejax.start.report.model_info import model_info, read_headers
+from pallas_kernels.cpu.gguf import put_blocks
 from pallas_kernels.linear import CodedWeights
-from pallas_kernels.records import decode
+from pallas_kernels.records import RecordFormat, decode
 from tests.moejax.gguf_models import ARCHITECTURES, gguf_model
 from tests.moejax.transformers_models import logprobs
+from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
@@ -176,6 +179,29 @@ def test_records_mean_what_the_package_says(type_, split, tmp_path):
                 assert b"".join(mine) == file.read(tensor.nbytes), name
 
 
+@NATIVE
+@pytest.mark.parametrize("matrix", ["up", "down"])
+@pytest.mark.parametrize("type_", FORMATS)
+def test_the_library_puts_blocks_where_numpy_does(type_, matrix):
+    rows, width = 80, 512  # a transposed tile is not full
+    down = matrix == "down"
+    fmt = RecordFormat(FORMATS[type_], *((rows, width) if down else (width, rows)), "bfloat16")
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_]]
+    raw = np.random.default_rng(0).integers(256, size=(rows, width // weights * nbytes))
+    raw = raw.astype(np.uint8)
+    wanted, found = ({}, {})
+    for parts in wanted, found:
+        for field in fmt.encodings[matrix].fields:
+            count = fmt.parts[f"{matrix}_{field}"][1]
+            parts[field] = np.full((1, count, fmt.hidden), 0xABCD, np.uint16)
+    unpacked(raw, GgufTensor(type_, (rows, width), 0, raw.nbytes)).put(matrix, wanted)
+    put_blocks(type_, raw, width, down, found)
+    for field, part in wanted.items():
+        assert np.array_equal(found[field], part), field
+    with pytest.raises(ValueError, match=f"{type_}: part scales is too small"):
+        put_blocks(type_, raw, width, down, found | {"scales": found["scales"][:, :0]})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
@@ -223,6 +249,24 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops,
     stats, found = run(path, expert_budget=budget, ops=ops)
     assert stats["precision"]["versions"] == ["q4_k+q4_k+q6_k"]
     assert found == run(directory / "Q4_K_M-dense", ops=ops)[1]
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "down"),
+    [
+        ("Q4_K", "Q6_K"),
+        ("F32", "F32"),
+        *(pytest.param(name, name, marks=pytest.mark.nightly) for name in ("Q8_0", "MXFP4")),
+    ],
+)
+def test_experts_stay_in_the_file_with_the_same_bits(experts, down, directory):
+    path = directory / f"{experts}-in-file.gguf"
+    gguf_model(path, experts=experts, down=down, **WIDE)
+    wanted = run(path, expert_budget="50%")[1]
+    stats, found = run(path, expert_budget="50%", store="file")
+    assert found == wanted and stats["store"]["file_bytes"] > 0
 
 
 @pytest.mark.slow
