@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.checkpoints.read_ahead import read_ahead
 from moejax.commands import put_aside
 from moejax.errors import UserError, user_errors
 from moejax.models.json_values import read_yaml_mapping
@@ -204,6 +205,8 @@ def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> N
 def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
     """Starts the model, with progress unless --quiet or --json is given. Notes are not logged,
     since the command prints every note itself."""
+    if not str(options.get("store", "")).startswith("file"):
+        read_ahead(args.model)
     with _without_collection():
         from moejax import LLM
     quiet = args.quiet or args.json

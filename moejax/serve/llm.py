@@ -23,6 +23,7 @@ from host_offload.simulate.auto import describe_choice
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
+from moejax.checkpoints.read_ahead import read_ahead
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine
@@ -110,6 +111,8 @@ class LLM:
         self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
         settings = settings_of(options)
+        if options.memory.store.name != "file":
+            read_ahead(str(options.model.model))
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
         self.device = select_device(

@@ -1,0 +1,41 @@
+"""Brings a model's files into the page cache while jax is imported and started.
+
+Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from pathlib import Path
+
+_AT_ONCE = 64 << 20
+
+
+@functools.cache
+def read_ahead(model: str) -> None:
+    """Begins to read, in a thread, the files of a local checkpoint of which memory can hold two
+    copies. An error is not told: loading meets it too.
+
+    - `model`: a directory with safetensors files, or a GGUF file; nothing is read of another.
+    """
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_advise, args=(model,), name="moejax-ahead", daemon=True).start()
+
+
+def _advise(model: str) -> None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # also of a path that is none
+        path = Path(model).expanduser()
+        files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.safetensors"))
+        sizes = [file.stat().st_size for file in files]
+        if 2 * sum(sizes) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            return
+        for file, size in zip(files, sizes, strict=True):
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                for begin in range(0, size, _AT_ONCE):
+                    os.posix_fadvise(descriptor, begin, _AT_ONCE, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,59 @@
+"""Files are brought into the page cache while jax is imported."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from moejax.checkpoints.read_ahead import read_ahead
+
+
+@pytest.fixture
+def advised(monkeypatch):
+    """(file's name, first byte, advice) of each call of posix_fadvise."""
+    found = []
+
+    def advise(descriptor, begin, nbytes, advice):
+        found.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), begin, advice))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    read_ahead.cache_clear()
+    return found
+
+
+def wait():
+    for thread in threading.enumerate():
+        if thread.name == "moejax-ahead":
+            thread.join()
+
+
+def test_every_byte_is_asked_for_once_and_files_larger_than_memory_are_not(
+    advised, tmp_path, monkeypatch
+):
+    for name, size in (("b.safetensors", 100 << 20), ("a.safetensors", 10), ("c.bin", 10)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    for _ in range(2):
+        read_ahead(str(tmp_path))
+    wait()
+    places = ("a.safetensors", 0), ("b.safetensors", 0), ("b.safetensors", 64 << 20)
+    assert advised == [(*place, os.POSIX_FADV_WILLNEED) for place in places]
+    read_ahead.cache_clear()
+    pages = os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": pages}.get(name, 1 << 15))
+    for path in (tmp_path, tmp_path / "missing", "~nobody-has-this-name", "a\0b"):
+        read_ahead(str(path))
+    wait()
+    assert len(advised) == 3
+
+
+def test_a_command_begins_before_it_imports_jax(tmp_path):
+    text = (
+        "import sys, argparse, moejax.commands.model as model\n"
+        "model.read_ahead = lambda name: print(name, 'jax' in sys.modules) or sys.exit()\n"
+        "with model.start_llm(argparse.Namespace(model='m'), {}): pass\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.stdout == "m False\n", ran.stderr
