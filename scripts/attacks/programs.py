@@ -29,6 +29,7 @@ from scripts.attacks.scene import LIMIT_S, Scene, limit_s
 from scripts.attacks.trees import map_text, whole
 from scripts.attacks.values import pick
 from scripts.parts import file_jobs
+from scripts.parts.cgroup import in_cgroup
 
 PATIENCE_S, HUNG_S = 180.0, 360.0
 """A command that takes longer hangs; one whose worker hangs, which it may wait for, as well."""
@@ -343,12 +344,6 @@ def _slow(source: Path) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-def _in_cgroup(directory: Path, limit: str, value: str) -> list[str]:
-    """The beginning of a command in a control group with this limit."""
-    script = f'echo {value} > {directory}/{limit}; echo $$ > {directory}/tasks; exec "$@"'
-    return ["sh", "-c", script, "sh"]
-
-
 def _disk_of(path: Path) -> str:
     """The device, "major:minor", that a file lies on."""
     device = path.stat().st_dev
@@ -384,11 +379,9 @@ def attack_places(scene: Scene) -> None:
             *("setpriv", "--reuid=65534", "--clear-groups"),
             *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
         ],
-        "a memory cgroup": _in_cgroup(
-            groups["a memory cgroup"], "memory.limit_in_bytes", str(most)
-        ),
+        "a memory cgroup": in_cgroup(groups["a memory cgroup"], "memory.limit_in_bytes", str(most)),
         # Native threads read past the page cache, so every expert comes at this rate.
-        "a slow disk": _in_cgroup(
+        "a slow disk": in_cgroup(
             groups["a slow disk"],
             "blkio.throttle.read_bps_device",
             f"{_disk_of(shared)} {pick(rng, (16, 64)) << 20}",

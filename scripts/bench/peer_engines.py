@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 SEED = 20
-ANSWER = 32
-"""Tokens of each answer of a job."""
+PROCESS = 500_000_000
+"""Bytes that a process of moejax takes besides `host_memory`: the interpreter, jax, programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Task:
 
     job: int = 0
     """Prompts of a job; 0: there is none."""
+    answer: int = 32
+    """Tokens of each answer of a job."""
+    memory: int = 0
+    """Bytes that the process may take, so that moejax leaves experts in the file; 0: no limit."""
 
     def jobs(self) -> list[list[int]]:
         """The job's prompts, of 32 to 96 tokens."""
@@ -89,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def job(self, prompts: list[list[int]]) -> int:
-        """Answers the prompts greedily, by ANSWER tokens each. Returns the tokens of all."""
+        """Answers the prompts greedily, by task.answer tokens each. Returns the tokens of all."""
         ...
 
 
@@ -101,9 +105,12 @@ class MoejaxEngine:
         if reason := why_not_cpu():
             raise RuntimeError(reason)
         self.task = task
+        experts: dict[str, Any] = {"expert_budget": 0}  # the store is the same memory
+        if task.memory:
+            experts = {"store": f"file,host_memory={task.memory - PROCESS}"}
         self.llm = LLM(
             task.model,
-            expert_budget=0,  # the store is the same memory: cells would only be copies
+            **experts,
             precision=task.precision,
             arithmetic=task.arithmetic,
             dtype=task.dtype,
@@ -150,7 +157,7 @@ class MoejaxEngine:
     def job(self, prompts: list[list[int]]) -> int:
         from moejax import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=self.task.answer, ignore_eos=True)
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(given, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -226,8 +233,8 @@ class TransformersEngine:
                 self._tensor(tokens),
                 attention_mask=self._tensor(there),
                 do_sample=False,
-                min_new_tokens=ANSWER,
-                max_new_tokens=ANSWER,
+                min_new_tokens=self.task.answer,
+                max_new_tokens=self.task.answer,
             )
             count += found.shape[0] * (found.shape[1] - longest)
         return count
@@ -293,7 +300,7 @@ class LlamaEngine:
             rows = [(tokens[-1], len(tokens) - 1, i, True) for i, (tokens, _) in running.items()]
             while waiting and free and len(rows) + len(waiting[-1]) <= self._most:
                 prompt, i = waiting.pop(), free.pop()
-                running[i] = prompt, len(prompt) + ANSWER
+                running[i] = prompt, len(prompt) + self.task.answer
                 rows += [(t, at, i, at + 1 == len(prompt)) for at, t in enumerate(prompt)]
             tokens, positions, sequences, wanted = zip(*rows, strict=True)
             self._compute(np.array(tokens), np.array(positions), list(sequences), list(wanted))
@@ -394,10 +401,10 @@ def serve(engine_name: str, task: Task) -> None:
 
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"}, {"what": "check",
-    "batch", "logits"}, which writes logits into a file if one is named, {"what": "job"}, of moejax
-    {"what": "floor", "batch", "tokens"}, of llama.cpp {"what": "generate", "prompt", "count",
-    "drafted"}."""
+    """The answer to {"what": "decode", "batch", "seconds", "first"}, {"what": "prefill"}, {"what":
+    "check", "batch", "steps", "logits"}, which writes logits into a file if one is named, {"what":
+    "job"}, of moejax {"what": "floor", "batch", "tokens"}, of llama.cpp {"what": "generate",
+    "prompt", "count", "drafted"}."""
     if question["what"] == "generate":
         assert isinstance(engine, LlamaEngine)
         began = time.perf_counter()
@@ -415,12 +422,12 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
     engine.start(batch)
 
     def step(i: int) -> np.ndarray:
-        position = task.context + i % task.steps
+        position = task.context + (i + question.get("first", 0)) % task.steps
         return engine.decode(tokens[:, position], position)
 
     if question["what"] == "check":
         following = tokens[:, task.context + 1 :]
-        found = np.stack([step(i) for i in range(task.steps)])
+        found = np.stack([step(i) for i in range(question.get("steps", task.steps))])
         if path := question.get("logits"):
             np.save(path, found)
         return {"scores": [scores(each, following[:, i]) for i, each in enumerate(found)]}

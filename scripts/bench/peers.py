@@ -20,8 +20,14 @@ stages:
           fourth layer, of fewer the last, has keys and values, the others have states
 
 --job N measures, instead of steps, whole processes from start to end that load the model and answer
-N prompts of 32 to 96 tokens with 32 greedy tokens each: moejax by `LLM.generate`, llama.cpp by
-continuous batching, transformers by batches of one length after the other; 32 sequences at once.
+N prompts of 32 to 96 tokens with --answer greedy tokens each: moejax by `LLM.generate`, llama.cpp
+by continuous batching, transformers by batches of one length after the other; 32 sequences at once.
+`--job 1 --answer 1` is the time to the first token. --cold takes the files out of the page cache
+before each process starts.
+
+--memory 50%,25% gives each process so much of its file's bytes, by a control group (the page cache
+of what it reads counts, so does the process itself): moejax with `--store file`, llama.cpp by mmap.
+Only decode steps and jobs are measured.
 
 --arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
 
@@ -64,6 +70,7 @@ from moejax.errors import UserError
 from moejax.evaluate.experiments.records import median_interval
 from scripts.bench.peer_engines import Task, log_softmax
 from scripts.parts.big_checkpoint import write_checkpoint
+from scripts.parts.cgroup import drop_pages, memory_group
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.places import REPOSITORY
 from scripts.parts.text_table import aligned
@@ -163,6 +170,8 @@ COLUMNS = (
     ("from", "{low:.2f}"),
     ("to", "{high:.2f}"),
 )
+LIMITED = (*COLUMNS, ("read, MB a token", "{read_mb:.0f}"), ("peak, GB", "{peak_gb:.2f}"))
+"""Columns where memory is limited."""
 
 
 @refusing(RuntimeError)
@@ -171,7 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stages = args.stages.split(",")
     if not set(stages) <= STAGES.keys():
         raise UserError(f"stages are {', '.join(STAGES)}")
-    positive(args, "layers", "rounds", "threads", "prompt", "context")
+    positive(args, "layers", "rounds", "threads", "prompt", "context", "answer")
+    shares = [share.removesuffix("%") for share in args.memory.split(",")]
+    if not all(share.isdecimal() and 0 < int(share) <= 100 for share in shares):
+        raise UserError(f"--memory is shares such as 50%,25%, not {args.memory}")
     if missing := missing_for(stages, args.without.split(","), args.llama_python):
         raise UserError(missing)
     with ExitStack() as stack:
@@ -194,6 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
     add("--job", type=int, default=0, metavar="N", help="prompts, instead of steps")
+    add("--answer", type=int, default=32, help="tokens of an answer (default: %(default)s)")
+    add("--cold", action="store_true", help="a job's files are not in the page cache")
+    add("--memory", default="100%", metavar="P%,…", help="limits of each process by its file")
     add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
     add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
     add("--rounds", type=int, default=7, help="of all engines in turn (default: %(default)s)")
@@ -247,31 +262,53 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
             arithmetic=arithmetic or "exact",
             dtype=args.dtype,
             job=args.job,
+            answer=args.answer,
         )
-    if args.job:
-        rows = measure_jobs(args, tasks)
-        yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
-        return
-    workers: dict[str, Worker] = {}
-    with ExitStack() as stack:
+    for share in (int(each.removesuffix("%")) for each in args.memory.split(",")):
         for name, task in tasks.items():
-            workers[name] = stack.enter_context(worker_of(args, name, task))
-        for name, worker in workers.items():
-            said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
-        said += agreement(workers, AGREEMENT[stage])
-        if args.quality and STAGES[stage][0].endswith("all"):
-            said += quality(workers)
-        rows = measure(args, workers)
-    if args.json:
-        print(*said, sep="\n", file=sys.stderr)
-        yield from map(json.dumps, rows)
-    else:
-        yield from [*said, *aligned(COLUMNS, rows)]
+            nbytes = bytes_of(Path(task.model)) * share // 100 if share < 100 else 0
+            tasks[name] = dataclasses.replace(task, memory=nbytes)
+        if args.job:
+            rows = measure_jobs(args, tasks)
+        else:
+            workers: dict[str, Worker] = {}
+            with ExitStack() as stack:
+                for name, task in tasks.items():
+                    workers[name] = stack.enter_context(worker_of(args, name, task))
+                for name, worker in workers.items():
+                    said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
+                said += agreement(workers, AGREEMENT[stage], 4 if share < 100 else None)
+                if args.quality and STAGES[stage][0].endswith("all"):
+                    said += quality(workers)
+                rows = measure(args, workers)
+        for row in rows:
+            row["case"] += f", {share}%" * (share < 100)
+        columns = COLUMNS if share == 100 else LIMITED
+        if args.json:
+            print(*said, sep="\n", file=sys.stderr)
+            yield from map(json.dumps, rows)
+        else:
+            yield from [*said, *aligned(columns, rows)]
+        said = []
 
 
-def worker_of(args: argparse.Namespace, name: str, task: Task) -> contextlib.closing[Worker]:
-    python = args.llama_python if name.startswith("llama.cpp") else sys.executable
-    return contextlib.closing(Worker(name, python, task))
+def bytes_of(path: Path) -> int:
+    """Of a file, or of the files of a folder."""
+    return sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else (path,)))
+
+
+@contextlib.contextmanager
+def worker_of(args: argparse.Namespace, name: str, task: Task) -> Iterator[Worker]:
+    """The engine's process, in a control group of its own where the task limits its memory."""
+    python, group, peak = sys.executable, [], None
+    if name.startswith("llama.cpp"):
+        python = args.llama_python
+    with ExitStack() as stack:
+        if task.memory or args.cold:
+            drop_pages(Path(task.model))
+        if task.memory:
+            group, peak = stack.enter_context(memory_group(name.replace(" ", "-"), task.memory))
+        yield stack.enter_context(contextlib.closing(Worker(name, python, task, group, peak)))
 
 
 def model_of(stage: str, layers: int) -> tuple[str, dict[str, Any]]:
@@ -322,11 +359,19 @@ def write_gguf(python: str, source: Path, path: Path, *options: str) -> None:
 class Worker:
     """An engine's process. One that dies is a RuntimeError with the end of what it said."""
 
-    def __init__(self, name: str, python: str, task: Task):
-        self.name, self.task = name, task
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        task: Task,
+        group: Sequence[str] = (),
+        peak: Path | None = None,
+    ):
+        self.name, self.task, self._peak = name, task, peak
+        self.began = time.perf_counter()
         said, path = tempfile.mkstemp()
         self._said = Path(path)
-        command = [python, "-m", "scripts.bench.peer_engines", name.split()[0]]
+        command = [*group, python, "-m", "scripts.bench.peer_engines", name.split()[0]]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             [*command, json.dumps(dataclasses.asdict(task))],
@@ -354,6 +399,16 @@ class Worker:
         last = self._said.read_text().strip()[-2000:]
         raise RuntimeError(f"{self.name} ended with status {status}: {last}")
 
+    def read_bytes(self) -> int:
+        """What it has read from disks so far."""
+        counts = Path(f"/proc/{self._process.pid}/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in counts if line.startswith("read_bytes"))
+
+    @property
+    def peak(self) -> int:
+        """The most memory that it took; 0: it has no group that says it."""
+        return 0 if self._peak is None else int(self._peak.read_text())
+
     def close(self) -> None:
         """Ends the process and gives its memory back."""
         self._process.kill()
@@ -361,14 +416,18 @@ class Worker:
         self._said.unlink()
 
 
-def agreement(workers: Mapping[str, Worker], most: float) -> list[str]:
+def agreement(workers: Mapping[str, Worker], most: float, steps: int | None = None) -> list[str]:
     """How far the engines' log-probabilities of the forced tokens are from the first one's, in
-    words. Raises RuntimeError where the median difference of an engine is over `most`."""
+    words. Raises RuntimeError where the median difference of an engine is over `most`.
+
+    - `steps`: how many are compared; None: all.
+    """
     first, *others = workers
     found = {}
     for name, worker in workers.items():
         batch = 1 if name.startswith("transformers") else worker.task.batch
-        found[name] = np.array(worker.ask("check", batch=batch)["scores"])
+        asked = {} if steps is None else {"steps": steps}
+        found[name] = np.array(worker.ask("check", batch=batch, **asked)["scores"])
     lines = []
     for name in others:
         theirs = found[name]
@@ -419,17 +478,25 @@ def deviation(wanted: np.ndarray, found: np.ndarray) -> str:
 def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
     """A row of the table for each case and engine."""
     rows: list[dict[str, Any]] = []
+    limited = any(worker.task.memory for worker in workers.values())
     for case in [*(f"decode {batch}" for batch in args.batch.split(",")), "prefill"]:
         what, _, batch = case.partition(" ")
+        if limited and not batch:
+            continue
         question = {"batch": int(batch), "seconds": args.block} if batch else {}
         found: dict[str, list[float]] = {name: [] for name in workers}
+        steps, before = dict.fromkeys(workers, 0), {}
         slow: set[str] = set()
         for i in range(args.rounds + 1):  # the first one warms up
             for name, worker in workers.items():
                 if name in slow:
                     continue
-                seconds = worker.ask(what, **question)["seconds"]
-                if sum(seconds) > args.limit:
+                if i == 1 and limited:
+                    before[name] = steps[name], worker.read_bytes()
+                # Whoever is slow would meet the first tokens again and again, and their experts.
+                seconds = worker.ask(what, **question, first=steps[name])["seconds"]
+                steps[name] += 1 + len(seconds)
+                if sum(seconds) > args.limit and not limited:
                     slow.add(name)
                 elif i == 0:
                     continue
@@ -437,23 +504,33 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
         print(f"{case} is done", file=sys.stderr, flush=True)
         tokens = int(batch or args.prompt)
         ours = next(iter(workers.values()))
-        floor = ours.ask("floor", batch=int(batch or 1), tokens=tokens)["seconds"]
+        floor = None
+        if not limited:  # whose memory holds no arrays to measure it with
+            floor = ours.ask("floor", batch=int(batch or 1), tokens=tokens)["seconds"]
         rows += case_rows(case, tokens, found, floor)
+        for row in rows[-len(workers) :] if limited else ():
+            worker, (done, read) = workers[row["engine"]], before[row["engine"]]
+            count = (steps[worker.name] - done) * int(batch)
+            row["read_mb"] = (worker.read_bytes() - read) / count / 1e6
+            row["peak_gb"] = worker.peak / 1e9
     return rows
 
 
 def measure_jobs(args: argparse.Namespace, tasks: Mapping[str, Task]) -> list[dict[str, Any]]:
     """A row of the table for each engine: seconds from its process's start to its last answer."""
     found: dict[str, list[float]] = {name: [] for name in tasks}
+    peaks: dict[str, float] = {}
     for i in range(args.rounds + 1):  # the first one warms up
         for name, task in tasks.items():
-            began = time.perf_counter()
             with worker_of(args, name, task) as worker:
                 worker.answer()
                 tokens = worker.ask("job")["tokens"]
+                seconds = time.perf_counter() - worker.began
+                peaks[name] = worker.peak / 1e9
             if i:
-                found[name].append(time.perf_counter() - began)
-    return case_rows(f"job of {args.job}", tokens, found, None)
+                found[name].append(seconds)
+    rows = case_rows(f"job of {args.job}", tokens, found, None)
+    return [row | {"peak_gb": peaks[row["engine"]]} for row in rows]
 
 
 def case_rows(
@@ -484,6 +561,8 @@ def case_rows(
                 "ratio": ratio,
                 "low": low,
                 "high": high,
+                "read_mb": None,
+                "peak_gb": None,
             }
         )
     return rows
