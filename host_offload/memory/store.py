@@ -216,6 +216,18 @@ class StoreBuilder:
             self._written[region] = False
             raise
 
+    def ahead(self) -> jax.Array | None:
+        """The array that `finish` will return, to be read once that has returned. None where jax
+        does not take the memory as it is."""
+        if self._memory is None:
+            return None
+        if self._array is None:
+            array = jax.device_put(self._memory, self._sharding, may_alias=True)
+            if array.unsafe_buffer_pointer() != self._memory.ctypes.data:
+                return None
+            self._array = array
+        return self._array
+
     def _write(
         self, records: np.ndarray | jax.Array, layer: int, first_expert: int, first_row: int
     ) -> None:
@@ -262,7 +274,7 @@ class StoreBuilder:
 
     def _finished(self) -> Any:
         """Returns the records once all are written."""
-        if self._memory is not None:
+        if self._memory is not None and self._array is None:
             self._array = jax.device_put(self._memory, self._sharding, may_alias=True)
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
         return array

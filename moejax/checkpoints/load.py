@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Executor, Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
+    Reading,
     count_progress,
     new_store,
     require_host_memory,
@@ -66,6 +68,7 @@ def load_checkpoint(
     shared: bool = False,
     coded: bool = False,
     predictor: bool = False,
+    behind: bool = False,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard. It needs host memory for the experts, one
     parameter and a few tensors.
@@ -93,6 +96,8 @@ def load_checkpoint(
       (Checkpoint.coded_params), which native ops read.
     - `predictor`: load the layer that predicts a further token (moejax.models.next_token) in place
       of the model.
+    - `behind`: return when all but experts is read, where that can be; LoadedModel.wait waits for
+      them.
 
     Raises UserError that names file and tensor, or layer and expert. All names, shapes, dtypes and
     file sizes are checked before the first weight is read.
@@ -131,12 +136,11 @@ def load_checkpoint(
         ]
         reading = {} if memory and memory.filled else held
         _require_room(opened, run, sizes, reading, device, files, cache)
-        params, arrays = _read(
+        params, arrays, rest = _read(
             *(opened, run, {} if in_files else held, laid_out, device, progress, marks),
-            *(new_builder, memory),
+            *(new_builder, memory, behind),
         )
         arrays |= _unread(files, device, cache)
-        warn_nonfinite(str(opened.directory), opened.nonfinite)
         if memory is not None:
             memory.complete()
         failed.pop_all()
@@ -150,6 +154,7 @@ def load_checkpoint(
         dict(zip(_PHASES, np.diff(marks).tolist(), strict=True)),
         {v: made for v, made in opened.quantizers.items() if v in held},
         memory,
+        rest,
     )
 
 
@@ -217,8 +222,10 @@ def _read(
     marks: list[float],
     new_builder: Callable[..., StoreBuilder],
     memory: SharedMemory | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the weights. Returns LoadedModel.params, and the arrays of ExpertStore by version.
+    behind: bool,
+) -> tuple[dict[str, Any], dict[str, Any], Reading | None]:
+    """Reads the weights. Returns LoadedModel.params, the arrays of ExpertStore by version, and
+    LoadedModel.reading.
 
     - `held`: the result of Checkpoint.hold.
     - `coded`: the result of Checkpoint.coded_params, or none.
@@ -227,14 +234,24 @@ def _read(
     """
     dtype = NUMPY_DTYPES[run.dtype]
     reading = {} if memory is not None and memory.filled else held
-    with contextlib.ExitStack() as stack:
+    stopped = threading.Event()
+    with contextlib.ExitStack() as failed, contextlib.ExitStack() as stack:
         builders: dict[str, StoreBuilder] = {}
         for version, layers in held.items():
             sizes = run.layout(version), len(layers), run.config.num_experts
             store = new_store(*sizes, device, str(opened.directory), new_builder, memory)
-            builders[version] = stack.enter_context(store)
+            builders[version] = failed.enter_context(store)
         marks.append(time.perf_counter())
-        advance = count_progress(progress, opened.count_bytes(reading))
+        total = opened.count_bytes(reading)
+        count, left = count_progress(progress, total), total
+
+        def advance(nbytes: int) -> None:
+            nonlocal left
+            if stopped.is_set():
+                raise CancelledError
+            left -= nbytes
+            count(nbytes)
+
         # The pool is entered last, so that its threads end before files are closed and memory is
         # freed.
         reader = stack.enter_context(opened.open())
@@ -245,11 +262,35 @@ def _read(
             else _read_param(reader, key, leaf, pool, advance, device)
             for key, leaf in run.params.items()
         )
-        for version, layers in reading.items():
-            tasks = reader.read_experts(version, layers, builders[version], dtype)
-            run_tasks(pool, tasks, advance)
         _check_tables(str(opened.directory), params, run.config.num_experts)
-        return params, {v: builder.finish().arrays[v] for v, builder in builders.items()}
+
+        def read_experts(files: contextlib.ExitStack) -> dict[str, Any]:
+            with files:
+                for version, layers in reading.items():
+                    tasks = reader.read_experts(version, layers, builders[version], dtype)
+                    run_tasks(pool, tasks, advance)
+            warn_nonfinite(str(opened.directory), opened.nonfinite)
+            return {v: builder.finish().arrays[v] for v, builder in builders.items()}
+
+        ahead = {}
+        if behind and reading and memory is None and new_builder is StoreBuilder:
+            ahead = {version: builder.ahead() for version, builder in builders.items()}
+        if not ahead or None in [*ahead.values()]:
+            return params, read_experts(stack.pop_all()), None
+        nbytes, whole = sum(array.nbytes for array in ahead.values()), max(left, 1)
+        files = stack.pop_all()
+        rest = Reading(Future(), stopped, lambda: nbytes * left // whole, failed.pop_all())
+
+    def read_behind() -> None:
+        try:
+            read_experts(files)
+        except BaseException as error:
+            rest.done.set_exception(error)
+        else:
+            rest.done.set_result(None)
+
+    threading.Thread(target=read_behind, name="moejax-load", daemon=True).start()
+    return params, ahead, rest
 
 
 def _check_tables(source: str, params: Any, experts: int) -> None:

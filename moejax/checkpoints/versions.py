@@ -50,6 +50,11 @@ def check_quantizer(name: str) -> None:
         raise UserError(f"quantizer {name!r} is unknown; choose {', '.join(QUANTIZERS)}")
 
 
+def has_versions(loaded: LoadedModel, wanted: Sequence[str]) -> bool:
+    """Whether the store is that of with_versions already."""
+    return tuple(wanted) in (tuple(loaded.store.arrays), (CHECKPOINT,))
+
+
 def with_versions(
     loaded: LoadedModel,
     wanted: Sequence[str],
@@ -76,8 +81,9 @@ def with_versions(
     pinned memory is.
     """
     check_quantizer(quantizer)
-    if tuple(wanted) in (tuple(loaded.store.arrays), (CHECKPOINT,)):
+    if has_versions(loaded, wanted):
         return loaded
+    loaded.wait()
     (own, *_) = loaded.store.layouts
     made = [version for version in wanted if version != CHECKPOINT]
     check_versions(loaded.layout, loaded.dtype, made)

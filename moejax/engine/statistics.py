@@ -123,7 +123,7 @@ class StartTimes:
     - `allocate`: memory for the weights.
     - `read`: from the files to their places, with conversion and copies to the device.
     - `load`: what else loading took.
-    - `engine`: arena and executables.
+    - `engine`: arena and executables, and the rest of experts that are read beside them.
     - `tokenizer`: waiting for the tokenizer, which is read at the same time.
     """
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.read_ahead import read_ahead
-from moejax.checkpoints.versions import with_versions
+from moejax.checkpoints.versions import has_versions, with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.engine.statistics import (
@@ -131,12 +131,13 @@ class LLM:
         sampling = sampling_defaults(directory, options.model.generation_config)
         self._sampling, self._notes = SamplingParams(**sampling), describe_defaults(sampling)
         self._start.end("backend")
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, ExitStack() as bars:
             words = directory if options.model.tokenizer is None else options.model.tokenizer
             tokenizer = pool.submit(load_tokenizer, words, options.model.tokenizer is not None)
             try:
-                loaded = self._load(settings, directory, builder)
+                loaded = self._load(settings, directory, builder, bars)
             except NotPinned as error:
+                bars.close()
                 copies = by_copies(settings, self.device.platform)
                 if copies is None:
                     raise
@@ -146,7 +147,7 @@ class LLM:
                     error,
                 )
                 settings, builder = copies, store_builder(copies, self.device.platform)
-                loaded = self._load(settings, directory, builder)
+                loaded = self._load(settings, directory, builder, bars)
             self._start.end("load", loaded.seconds)
             self._drafter: LLM | None = None
             try:
@@ -161,9 +162,7 @@ class LLM:
             except BaseException:
                 if self._drafter is not None:
                     self._drafter.close()
-                loaded.store.delete()
-                if loaded.shared is not None:
-                    loaded.shared.close()
+                loaded.delete()
                 raise
             self._start.end("engine")
         self._kept_kv = self._restore_kv()
@@ -203,29 +202,38 @@ class LLM:
         settings: Settings,
         directory: str | os.PathLike[str],
         builder: Callable[..., StoreBuilder],
+        bars: ExitStack,
     ) -> LoadedModel:
-        """Loads the checkpoint's weights, in the versions of the precision."""
+        """Loads the checkpoint's weights, in the versions of the precision. Experts may still be
+        read when it returns.
+
+        - `bars`: shows progress as long as it is open.
+        """
         options = settings.options
         versions = stored_versions(settings, self.device.platform)
-        with byte_progress("loading", options.runtime.progress) as report:
-            loaded = load_checkpoint(
-                directory,
-                options.model.dtype,
-                self.device,
-                functools.partial(report, self.model),
-                options.model.step,
-                options.model.name_map,
-                versions,
-                in_files=options.memory.store.name == "file",
-                verify_reads=options.memory.store.verify,
-                cache=cache_of(settings, self.device.platform),
-                new_builder=builder,
-                shared=options.memory.store.name == "shared",
-                coded=reads_codes(settings, self.device.platform),
-                predictor=self._predictor,
-            )
+        report = bars.enter_context(byte_progress("loading", options.runtime.progress))
+        loaded = load_checkpoint(
+            directory,
+            options.model.dtype,
+            self.device,
+            functools.partial(report, self.model),
+            options.model.step,
+            options.model.name_map,
+            versions,
+            in_files=options.memory.store.name == "file",
+            verify_reads=options.memory.store.verify,
+            cache=cache_of(settings, self.device.platform),
+            new_builder=builder,
+            shared=options.memory.store.name == "shared",
+            coded=reads_codes(settings, self.device.platform),
+            predictor=self._predictor,
+            behind=options.runtime.speculative_config is None,  # whose model is loaded next
+        )
         try:
-            with byte_progress("making", options.runtime.progress) as report:
+            if made := not has_versions(loaded, versions):
+                loaded.wait()
+                bars.close()  # there is one at a time
+            with byte_progress("making", made and options.runtime.progress) as report:
                 return with_versions(
                     loaded,
                     versions,
@@ -234,7 +242,7 @@ class LLM:
                     new_builder=builder,
                 )
         except BaseException:  # its traceback may be kept, and with it the store
-            loaded.store.delete()
+            loaded.delete()
             raise
 
     # ---- what users call

@@ -86,6 +86,8 @@ def start_engine(
         *(own if own.keys() <= loaded.store.layouts.keys() else ("dense",))
     )
     loaded = add_packed_layout(loaded, settings, device.platform)
+    if settings.needs_costs or settings.tiers is not None:  # which are measured
+        loaded.wait()
     most: int | None = None
     while True:
         plan = probe_plan(loaded, settings, device, check=check, most=most)
@@ -129,9 +131,11 @@ def probe_plan(
     - `most`: see FreeMemory.
     """
     of_memory = automatic(settings, device.platform)
+    unread = loaded.unread
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
-    if facts.memory is not None:
-        facts = dataclasses.replace(facts, memory=dataclasses.replace(facts.memory, most=most))
+    if (found := facts.memory) is not None:
+        found = dataclasses.replace(found, free=max(found.free - unread, 0), most=most)
+        facts = dataclasses.replace(facts, memory=found)
     steps = step_spec(settings, model, facts)
     if settings.tiers is not None:
         facts = dataclasses.replace(facts, rates=measure_rates(steps, device))
@@ -243,6 +247,8 @@ def _engine(
         plan.steps.layout, plan.budget.slots, spec.layers, spec.experts, cells=spec.cell_bound
     )
     arena.grant_kv_slots(plan.budget.kv_slots)
+    if not plan.steps.in_place:  # cells are filled from the store
+        loaded.wait()
     _grant(plan, arena, runner)
     cache = KVCache(
         arena, runner.read_pages, runner.write_pages, runner.move_pages, options.memory.swap_space
@@ -267,6 +273,7 @@ def _engine(
 
     control, resizer = _control(plan, loaded, runner, scheduler, record_event)
     runner.wait_compiled()
+    loaded.wait()
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, runner)
     return Engine(

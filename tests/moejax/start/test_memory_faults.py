@@ -1,5 +1,6 @@
 """Text comes where host memory cannot be pinned, or the arena does not get its memory."""
 
+import dataclasses
 import functools
 import threading
 
@@ -8,13 +9,18 @@ import numpy as np
 import pytest
 
 from host_offload.memory import arena, store
+from host_offload.memory.device_memory import FreeMemory
 from host_offload.queue import pinned
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints import loaded_model, versions
+from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.device import pinned_gib
+from moejax.serve import llm
+from moejax.start import build as start_build
 from moejax.start.decide.store_choice import estimate_arrays
 from moejax.start.options import Config
 from moejax.start.settings import settings_of
+from tests.pallas_kernels.contract import NATIVE
 
 GiB = 1 << 30
 
@@ -180,3 +186,50 @@ def test_an_arena_that_is_not_given_is_smaller(monkeypatch, caplog):
     assert second == "it is tried again with an eighth less"
     with pytest.raises(UserError, match=r"an arena of .* lower memory"):
         text_of(memory=nbytes, eviction="lru")
+
+
+@NATIVE
+@pytest.mark.parametrize("budget", ["100%", "50%"])
+def test_experts_are_read_while_the_engine_is_built(monkeypatch, budget):
+    """Those of cells are waited for before anything fills a cell. What is not read yet takes
+    memory that is free now."""
+    facts, divide, free = start_build.device_facts, start_build.divide, []
+
+    def device_facts(*args, **named):
+        return dataclasses.replace(facts(*args, **named), memory=FreeMemory(10 * GiB))
+
+    def note_free(*args):
+        free.append(args[-1].free)
+        return divide(*args)
+
+    monkeypatch.setattr(start_build, "device_facts", device_facts)
+    monkeypatch.setattr(start_build, "divide", note_free)
+    options = {"max_model_len": 256, "max_num_seqs": 1, "expert_budget": budget, "ops": "auto"}
+    wanted, _ = text_of(**options)
+    build, read, begun = llm.start_engine, OpenTensor.read_record, threading.Event()
+    nbytes = []
+
+    def start(loaded, *args, **named):
+        nbytes.append(loaded.unread)
+        assert nbytes[0] == loaded.store.nbytes
+        begun.set()
+        return build(loaded, *args, **named)
+
+    def late(*args):
+        assert begun.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(llm, "start_engine", start)
+    monkeypatch.setattr(OpenTensor, "read_record", late)
+    found, _ = text_of(**options)
+    assert free == [10 * GiB, 10 * GiB - nbytes[0]]
+    assert found == wanted and not [t for t in threading.enumerate() if t.name == "moejax-load"]
+
+    def damaged(*args):
+        assert begun.wait(60)
+        raise UserError("the disk says no")
+
+    monkeypatch.setattr(OpenTensor, "read_record", damaged)
+    with pytest.raises(UserError, match="the disk says no"):
+        text_of(**options)
+    assert not [t for t in threading.enumerate() if t.name in ("moejax-load", "moejax-read")]
