@@ -403,8 +403,8 @@ def serve(engine_name: str, task: Task) -> None:
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
     """The answer to {"what": "decode", "batch", "seconds", "first"}, {"what": "prefill"}, {"what":
     "check", "batch", "steps", "logits"}, which writes logits into a file if one is named, {"what":
-    "job"}, of moejax {"what": "floor", "batch", "tokens"}, of llama.cpp {"what": "generate",
-    "prompt", "count", "drafted"}."""
+    "job", "most"}, of moejax {"what": "floor", "batch", "tokens"}, of llama.cpp {"what":
+    "generate", "prompt", "count", "drafted"}."""
     if question["what"] == "generate":
         assert isinstance(engine, LlamaEngine)
         began = time.perf_counter()
@@ -414,7 +414,7 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
         assert isinstance(engine, MoejaxEngine)
         return {"seconds": engine.floor(question["batch"], question["tokens"])}
     if question["what"] == "job":
-        return {"tokens": engine.job(task.jobs())}
+        return {"tokens": engine.job(task.jobs()[: question.get("most")])}
     if question["what"] == "prefill":
         return {"seconds": timed_steps(lambda i: engine.prefill(task.prefilled()), 1)}
     batch = question["batch"]

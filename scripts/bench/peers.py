@@ -520,11 +520,11 @@ def measure_jobs(args: argparse.Namespace, tasks: Mapping[str, Task]) -> list[di
     """A row of the table for each engine: seconds from its process's start to its last answer."""
     found: dict[str, list[float]] = {name: [] for name in tasks}
     peaks: dict[str, float] = {}
-    for i in range(args.rounds + 1):  # the first one warms up
+    for i in range(args.rounds + 1):  # the first one warms up, with a few prompts
         for name, task in tasks.items():
             with worker_of(args, name, task) as worker:
                 worker.answer()
-                tokens = worker.ask("job")["tokens"]
+                tokens = worker.ask("job", most=args.job if i else 2)["tokens"]
                 seconds = time.perf_counter() - worker.began
                 peaks[name] = worker.peak / 1e9
             if i:
