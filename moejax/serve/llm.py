@@ -111,8 +111,6 @@ class LLM:
         self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
         settings = settings_of(options)
-        if options.memory.store.name != "file":
-            read_ahead(str(options.model.model))
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
         self.device = select_device(
@@ -127,6 +125,8 @@ class LLM:
             require_writable(options.memory.kv_dir)
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
+        if options.memory.store.name != "file":
+            read_ahead(str(directory))
         settings = settings.of_model(record_version(directory))
         sampling = sampling_defaults(directory, options.model.generation_config)
         self._sampling, self._notes = SamplingParams(**sampling), describe_defaults(sampling)
