@@ -7,11 +7,13 @@ steps take longer, but their bits are the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
 import platform
+import sys
 from pathlib import Path
 
 import jax
@@ -72,15 +74,39 @@ def shares_memory(device: jax.Device) -> bool:
     return device.platform == "cpu"
 
 
-def host_available_bytes() -> int:
-    """Bytes of host memory that new allocations can take now."""
+def host_available_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that new allocations of this process can take now."""
     # MemAvailable counts what the kernel can give back, which sysconf's free pages do not.
-    if os.path.exists("/proc/meminfo"):
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if (path := root / "proc/meminfo").exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                found = min(found, _group_bytes(root, place, v2=not controllers))
+    return found
+
+
+def _group_bytes(root: Path, place: str, *, v2: bool) -> int:
+    """Bytes that a control group and those above it leave to new allocations; files in the page
+    cache do not count. In a container the mount may begin at the group, so that its path is not
+    there."""
+    mount = root / "sys/fs/cgroup" / ("" if v2 else "memory")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    limit, usage, kind = ("memory.max", "memory.current", "") if v2 else names
+    group, left = mount / place.lstrip("/"), sys.maxsize
+    for each in (group, *group.parents) if group.is_dir() else (mount,):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # "max", or a root without one
+            most, used = (int((each / name).read_text()) for name in (limit, usage))
+            stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+            cached = sum(int(stat[f"{kind}{age}_file"]) for age in ("active", "inactive"))
+            left = min(left, max(most - used + cached, 0))
+        if each == mount:
+            break
+    return left
 
 
 def huge_pages(root: Path = SYS) -> str:

@@ -23,8 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 
 SEED = 20
-PROCESS = 500_000_000
-"""Bytes that a process of moejax takes besides `host_memory`: the interpreter, jax, programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +105,7 @@ class MoejaxEngine:
         self.task = task
         experts: dict[str, Any] = {"expert_budget": 0}  # the store is the same memory
         if task.memory:
-            experts = {"store": f"file,host_memory={task.memory - PROCESS}"}
+            experts = {"store": "file"}
         self.llm = LLM(
             task.model,
             **experts,
