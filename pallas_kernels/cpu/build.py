@@ -85,6 +85,13 @@ def _machine(compiler: Sequence[str]) -> str:
     return "x86_64" if name == "amd64" else name
 
 
+def _is_for_here(compiler: Sequence[str]) -> bool:
+    """Whether what a compiler compiles is for this processor and system: one that is told a target,
+    such as zig for an older libc, compiles for others."""
+    targets = [word for word in compiler if word.lstrip("-").startswith("target")]
+    return not targets and _machine(compiler) == os.uname().machine
+
+
 def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
     """Object file → the compiler's arguments, those that take longest first."""
     x86 = _machine(compiler) == "x86_64"
@@ -114,7 +121,7 @@ def build(folder: Path = HERE) -> Path:
     with tempfile.TemporaryDirectory() as work:
         objects = compile_units(compiler, translation_units(compiler), Path(work))
         library = link(compiler, objects, folder)
-        if (HERE.parents[1] / "setup.py").is_file() and _machine(compiler) == os.uname().machine:
+        if (HERE.parents[1] / "setup.py").is_file() and _is_for_here(compiler):
             _keep([*objects, library], sources_digest)
     return library
 
@@ -191,10 +198,9 @@ def is_whole(path: Path) -> bool:
 
 def built(folder: Path) -> Path:
     """Puts a library into a folder: a copy of the one beside the sources or in the user's cache if
-    it was compiled from these sources, for the processor that the compiler compiles for, otherwise
-    a new one. Raises BuildError, also without a compiler."""
-    is_for_here = _machine(find_compiler()) == os.uname().machine
-    return (copy_built(folder) if is_for_here else None) or build(folder)
+    it was compiled from these sources and the compiler compiles for this machine, otherwise a new
+    one. Raises BuildError, also without a compiler."""
+    return (copy_built(folder) if _is_for_here(find_compiler()) else None) or build(folder)
 
 
 def copy_built(folder: Path) -> Path | None:

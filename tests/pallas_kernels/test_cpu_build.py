@@ -132,6 +132,10 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     # One that compiles for another processor, such as `zig c++ -target aarch64-linux-gnu`.
     monkeypatch.setattr(build, "_machine", lambda compiler: "another")
     assert build.built(folder) == folder / "compiled"
+    # One that compiles for an older system, such as `zig c++ -target x86_64-linux-gnu.2.28`.
+    monkeypatch.setattr(build, "_machine", lambda compiler: os.uname().machine)
+    monkeypatch.setattr(build, "find_compiler", lambda: ["zig", "c++", "-target", "x86_64"])
+    assert build.built(folder) == folder / "compiled"
     monkeypatch.undo()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError):
