@@ -1,10 +1,14 @@
 """The bench of peers: which engines a stage has, and what moejax computes for it."""
 
+import subprocess
+
 import numpy as np
 import pytest
 
+from moejax.errors import UserError
 from scripts.bench.peer_engines import MoejaxEngine, Task, answered
 from scripts.bench.peers import STAGES, deviation, engines_of
+from scripts.parts import cgroup
 from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
 
@@ -40,3 +44,17 @@ def test_logits_are_compared_by_divergence_and_by_the_largest_error():
     assert "divergence 1.44e-01 (largest 1.44e-01)" in said and "error 1.099" in said
     assert "100.0% have" in said and "divergence 0.00e+00" in deviation(uneven, uneven + 5)
     assert "divergence 1.31e-01" in deviation(uneven, even)  # not the other way round
+
+
+def test_a_command_runs_in_its_group_and_a_folder_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cgroup, "MEMORY", tmp_path)
+    with (
+        pytest.raises(UserError, match=r"moejax-x-\d+ has no memory.limit_in_bytes"),
+        cgroup.memory_group("x", 5),
+    ):
+        pass
+    assert not [*tmp_path.iterdir()]
+    command = [*cgroup.in_cgroup(tmp_path, "limit", "5"), "sh", "-c", "echo $$"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (tmp_path / "cgroup.procs").read_text() == ran.stdout
+    assert (tmp_path / "limit").read_text() == "5\n"
