@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "pallas_kernels/cpu/transpose.h"
+
 #define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace moejax {
@@ -140,10 +142,7 @@ void put_rows(const uint8_t* codes, const Matrix& m, int64_t first, int64_t coun
   for (int64_t r = 0; r < count; r++) {
     put_row<bits>(codes + r * m.width, n, shift, m.down ? row + r * n : to + (first + r) * n);
   }
-  for (int64_t e = 0; m.down && e < n; e++) {
-    uint16_t* const out = to + e * m.rows + first;
-    for (int64_t r = 0; r < count; r++) out[r] = row[r * n + e];
-  }
+  if (m.down) transpose((const uint8_t*)row, count, 2 * n, n, 2, (uint8_t*)to, first, m.rows);
 }
 
 // A block's numbers of a field, from number i of row r on; there are `count` in a row.

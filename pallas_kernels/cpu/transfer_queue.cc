@@ -6,6 +6,7 @@
 
 #include "pallas_kernels/cpu/copy.h"
 #include "pallas_kernels/cpu/faults.h"
+#include "pallas_kernels/cpu/transpose.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -61,30 +62,6 @@ std::string reason(int error) {
 #else
   return strerror_r(error, text, sizeof text) ? "error " + std::to_string(error) : text;
 #endif
-}
-
-// Writes n rows of `row` bytes, each of numbers of `item` bytes, as columns first … first + n − 1 of
-// `height` at `to`. In strips of columns whose lines stay in the first cache.
-template <typename Item>
-void transpose_items(const uint8_t* rows, int64_t n, int64_t row, uint8_t* to, int64_t first,
-                     int64_t height) {
-  constexpr int64_t kStrip = 64 / sizeof(Item);
-  const int64_t width = row / (int64_t)sizeof(Item);
-  auto* const out = reinterpret_cast<Item*>(to);
-  for (int64_t strip = 0; strip < width; strip += kStrip) {
-    for (int64_t c = strip; c < std::min(strip + kStrip, width); c++) {
-      for (int64_t i = 0; i < n; i++) {
-        std::memcpy(out + c * height + first + i, rows + i * row + c * (int64_t)sizeof(Item),
-                    sizeof(Item));
-      }
-    }
-  }
-}
-
-void transpose(const uint8_t* rows, int64_t n, int64_t row, int64_t item, uint8_t* to, int64_t first,
-               int64_t height) {
-  if (item == 2) transpose_items<uint16_t>(rows, n, row, to, first, height);
-  else transpose_items<uint32_t>(rows, n, row, to, first, height);
 }
 
 int64_t nanoseconds(const struct timespec& t) { return t.tv_sec * 1'000'000'000 + t.tv_nsec; }
@@ -659,7 +636,8 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
     failure = move_piece(transfer, chunk, rows.data(), bounce);
     const int64_t row = transfer.pieces.row, first = transfer.first_of(chunk.part);
     if (failure.empty()) {
-      transpose(rows.data(), chunk.bytes / row, row, transfer.pieces.item,
+      const int64_t item = transfer.pieces.item;
+      transpose(rows.data(), chunk.bytes / row, row, row / item, item,
                 to - (chunk.first - first), (chunk.first - first) / row,
                 transfer.parts[part] / row);
     }

@@ -203,7 +203,16 @@ def test_refuses_other_dtypes(x, weights, message):
         )
 
 
-SHARED = ("select", "arena", "supply", "transfer_queue", "transfer_calls", "checksums", "gguf")
+SHARED = (
+    "select",
+    "arena",
+    "supply",
+    "transfer_queue",
+    "transfer_calls",
+    "checksums",
+    "gguf",
+    "transpose",
+)
 """What ops are linked with beside the kernels."""
 
 

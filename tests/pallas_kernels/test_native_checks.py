@@ -25,14 +25,14 @@ EXPERTS, QUEUE = NATIVE_OPS / "expert_ffn/cpu.cc", build.HERE / "transfer_queue.
 TRANSFERS = (
     CHECKS / "transfers_check.cc",
     QUEUE,
-    *(build.HERE / f"{name}.cc" for name in ("checksums", "gguf")),
+    *(build.HERE / f"{name}.cc" for name in ("checksums", "gguf", "transpose")),
 )
 BESIDE_EXPERTS = (
     *(CHECKS / "experts_check.cc", EXPERTS, QUEUE, build.HERE / "kernels.cc"),
     *(NATIVE_OPS / op / "cpu.cc" for op in ("fill", "records")),
     *(
         build.HERE / f"{name}.cc"
-        for name in ("supply", "arena", "transfer_calls", "checksums", "gguf")
+        for name in ("supply", "arena", "transfer_calls", "checksums", "gguf", "transpose")
     ),
 )
 

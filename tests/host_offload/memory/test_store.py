@@ -213,7 +213,7 @@ def test_update_is_in_place_at_full_size_on_an_h200():
     assert compiled.memory.temp_bytes < 2**20 and compiled.memory.host_temp_bytes == 0
 
 
-@pytest.mark.parametrize("shape", [(48, 40), (7, 5), (16, 1)])
+@pytest.mark.parametrize("shape", [(48, 40), (7, 5), (16, 1), (73, 130)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_transposed(shape, dtype):
     matrix = np.arange(shape[0] * shape[1], dtype=dtype).reshape(shape)
