@@ -71,6 +71,8 @@ class QuantizedMatrix:
     def check(self, dtype: np.dtype) -> None:
         """Raises QuantizedError for codes or scales that are not finite, and for scales with which
         weights may be infinite in `dtype`, the run's."""
+        if self._has_small_halves(dtype):
+            return
         with np.errstate(all="ignore"):
             bad, scales = ~np.isfinite(self.encoding.values), self._scales(slice(None))
             mins = np.zeros_like(scales) if self.mins is None else self._minimums(slice(None))
@@ -87,6 +89,21 @@ class QuantizedMatrix:
                 f"has scales up to {np.abs(scales).max():g}, of which {dtype.name} cannot hold "
                 "every weight; run with dtype bfloat16 or float32"
             )
+
+    def _has_small_halves(self, dtype: np.dtype) -> bool:
+        """Whether `check` finds nothing, by finite float16 numbers alone: bfloat16 and float32 hold
+        all products with bytes. It takes a tenth of the time of computing them."""
+        above = self.supers is not None
+        pair = (self.supers, self.min_supers) if above else (self.scales, self.mins)
+        numbers = [each for each in pair if each is not None]
+        if self.whole is not None or float(ml_dtypes.finfo(dtype).max) < 1e38:
+            return False
+        if not np.isfinite(self.encoding.values).all():
+            return False
+        return all(
+            each.dtype == np.float16 and (each.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7C00
+            for each in numbers
+        )
 
     def _scales(self, rows: slice | np.ndarray) -> np.ndarray:
         """float32: what codes are multiplied by, of some rows of scales."""
