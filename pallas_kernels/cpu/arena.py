@@ -136,7 +136,9 @@ class ArenaMemory:
             np.ascontiguousarray(sources.records),
         )
         turned = np.array(sources.turned, np.int64)
-        blocks = np.array(sources.blocks or np.zeros((len(parts), 3), BLOCK_MATRIX), BLOCK_MATRIX)
+        blocks = np.zeros((len(parts), 3), BLOCK_MATRIX)
+        for mine, each in zip(blocks, sources.blocks, strict=False):  # none, or all
+            mine[:] = each
         pointers = (array.ctypes.data for array in (shape, records, parts))
         operands = *pointers, most, turned.ctypes.data, blocks.ctypes.data, ahead, buffers
         if not _functions().attach(self.handle, queue, *operands):
