@@ -11,16 +11,20 @@ Environment:
     MOEJAX_REQUIRE_AOT        1: a missing CUDA compiler is a failure, not a skip
 """
 
+import contextlib
 import functools
 import gc
 import getpass
 import importlib.util
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before the first import of jax, here and in the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -50,16 +54,15 @@ PACKAGED_DEMO = moejax.models.directory.EMBEDDED
 DEMO = moejax.models.directory.EMBEDDED = REPOSITORY / "tests" / "models" / "demo"
 SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
 
-# --hypothesis-profile chooses another than `dev`. No deadline: the first example compiles.
+# --hypothesis-profile chooses another than `random`. No deadline: the first example compiles.
 _SLOW_DATA = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_DATA)
 hypothesis.settings.register_profile(
     "random", deadline=None, suppress_health_check=_SLOW_DATA, print_blob=True, max_examples=20
 )
 hypothesis.settings.register_profile(
     "ci", hypothesis.settings.get_profile("random"), derandomize=True
 )
-hypothesis.settings.load_profile("dev")
+hypothesis.settings.load_profile("random")
 
 
 @functools.cache
@@ -149,6 +152,49 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("MOEJAX_REQUIRE_AOT") == "1":
             pytest.fail(f"MOEJAX_REQUIRE_AOT=1, but {missing}", pytrace=False)
         pytest.skip(f"marker aot: {missing}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs() -> Iterator[list[bool]]:
+    """A program of an engine is compiled when it is called first, and once for all engines of this
+    process that have it: they find it as a start finds what the one before kept on disk. Most of
+    what engines compile ahead of need, tests never call. Gives whether programs are shared."""
+    from moejax.step import compiler
+    from moejax.step.executor import Executor
+    from moejax.step.kept_programs import KeptPrograms
+    from pallas_kernels.triton import is_interpreted
+
+    shares, held = [True], {}
+
+    class Shared(KeptPrograms):
+        def load(self, key: Any) -> Any:
+            return held.get(self._path(key).name) if shares[-1] else None
+
+        def keep(self, key: Any, compiled: Any) -> None:
+            if shares[-1]:
+                held[self._path(key).name] = compiled
+
+    def of(spec: Any, arrays: Any, device: Any) -> Shared | None:
+        if is_interpreted():
+            return None
+        try:
+            return Shared(Path(), spec, arrays, device)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_compile_ahead", lambda self: None)
+        patch.setattr(KeptPrograms, "of", of)
+        patch.setattr(compiler, "bypass_compilation_cache", contextlib.nullcontext)
+        yield shares
+
+
+@pytest.fixture
+def own_programs(shared_programs: list[bool]) -> Iterator[None]:
+    """For tests that change the code which programs are traced from."""
+    shared_programs.append(False)
+    yield
+    shared_programs.pop()
 
 
 @pytest.fixture(scope="session")

@@ -156,14 +156,17 @@ class Executor:
                 steps, runs, leaves, buffers, compiler, transport, copied, self.processor
             )
         self._compile_first()
+        self._compile_ahead()
 
     def _compile_first(self) -> None:
-        """Begins to compile what the first requests need, then what later requests may need, while
-        the first ones run."""
-        first = self.keys.bucket(1)
+        """Begins to compile what the first requests need."""
         steps = self.keys.decodes[0], self.keys.prefills[0]
         keys = (key for step in steps for key in self.walk.calls(step))
         self.compiler.need(*keys, ProgramKey("regrant"))
+
+    def _compile_ahead(self) -> None:
+        """Begins to compile what later requests may need, while the first ones run."""
+        first = self.keys.bucket(1)
         later = [ProgramKey(kind, rows) for kind in self.tokens.choices for rows in (None, first)]
         steps = *self.keys.prefills, *self.keys.decodes
         for key in (*later, *(key for step in steps for key in self.walk.calls(step))):

@@ -53,7 +53,10 @@ if not why_not_mosaic():
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    @pytest.mark.parametrize("card", CARDS)
+    @pytest.mark.parametrize(
+        "card",
+        [pytest.param(card, marks=[pytest.mark.nightly] * (card not in RUN)) for card in CARDS],
+    )
     def test_kernels_compile_for_a_card_and_agree(card, repository):
         said = told(repository, card, "compile", *["run"] * (card in RUN[:2]))
         assert re.findall(r"^compiled: (\w+)", said, re.MULTILINE) == list(OPS)

@@ -8,13 +8,14 @@ import pytest
 
 from moejax import LLM, SamplingParams
 from tests.conftest import PACKAGED_DEMO
+from tests.moejax.commands.test_chat import LIMITS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(PACKAGED_DEMO), expert_budget="25%", max_model_len=256, progress=False) as llm:
+    with LLM(str(PACKAGED_DEMO), expert_budget="25%", progress=False, **LIMITS) as llm:
         yield llm
 
 

@@ -1,5 +1,6 @@
 """Record formats: sizes, refusals, and the reference decoder against the format's text."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,9 +57,10 @@ def test_decode_refuses_another_record():
     ["int4-32-bf16+fp8-8x16-f32+int8-channel-f16", "dense+int4+dense", "int2+dense+fp4-32-e8m0"],
 )
 def test_matrices_of_one_record_may_be_in_different_formats(version, dtype):
+    decode_all = jax.jit(decode, static_argnums=1)
     fmt, names = RecordFormat(version, 64, 9, dtype), version.split("+")
     record = np.random.default_rng(0).integers(0x3000, 0x3C00, (fmt.rows, 64), np.uint16)
-    found = np.asarray(decode(record, fmt), np.float32).reshape(3, 9, 64)
+    found = np.asarray(decode_all(record, fmt), np.float32).reshape(3, 9, 64)
     ends = [first + rows for first, rows in fmt.parts.values()]
     assert [0, *ends[:-1]] == [first for first, _ in fmt.parts.values()]
     assert fmt.rows - ends[-1] in (0, 1) and fmt.rows % 2 == 0 and len(fmt.waited) == 1
@@ -70,5 +72,5 @@ def test_matrices_of_one_record_may_be_in_different_formats(version, dtype):
                 begin, count = fmt.parts[part]
                 assert count == rows
                 other[first : first + rows] = record[begin : begin + rows]
-        wanted = np.asarray(decode(other, alone), np.float32).reshape(3, 9, 64)
+        wanted = np.asarray(decode_all(other, alone), np.float32).reshape(3, 9, 64)
         np.testing.assert_array_equal(weights, wanted[("gate", "up", "down").index(matrix)])

@@ -30,7 +30,7 @@ def test_random_model_is_repeatable_and_its_experts_differ(dtype):
         model.store.delete()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_device_cuts_the_records_that_the_host_would(monkeypatch, dtype):
     config = shape("demo", layers=2)
     ours = random_model(config, dtype)

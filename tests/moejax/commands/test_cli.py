@@ -17,6 +17,7 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import load_tokenizer
 from tests.conftest import PACKAGED_DEMO
 from tests.moejax.commands.test_summary import STATS
+from tests.moejax.engine.scenes import LIMITS, open_llm
 
 
 class FakeLLM:
@@ -257,10 +258,10 @@ def test_several_texts_with_their_tokens(capsys):
     """--n, --logprobs, --stop and --sampling say what LLM.generate says."""
     asked = ["--max-tokens", "9", "--n", "2", "--logprobs", "2", "--stop", "zzz", "--stop", ","]
     asked += ["--seed", "4", "--sampling", '{"bad_words": [" the"], "seed": 3}']
-    small = ["--max-model-len", "64", "--max-num-seqs", "2", "--quiet"]
-    assert cli.main(["generate", "The old house", *asked, *small]) == 0
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    assert cli.main(["generate", "The old house", *asked, *small, "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    with moejax.LLM("demo", max_model_len=64, max_num_seqs=2, progress=False) as llm:
+    with open_llm() as llm:
         params = SamplingParams(
             max_tokens=9, n=2, logprobs=2, stop=["zzz", ","], bad_words=[" the"], seed=4
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from moejax.commands.main import main
+from tests.moejax.engine.scenes import LIMITS
 
 
 @pytest.mark.parametrize("name", ["out.svg", pytest.param("out.png", marks=pytest.mark.slow)])
 def test_a_picture_of_memory_and_experts(tmp_path, capsys, name):
     path = tmp_path / name
     command = ["generate", "The old house", "--expert-budget", "25%", "--max-tokens", "4"]
-    command += ["--max-num-seqs", "1", "--max-model-len", "128"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     assert main([*command, "--picture", str(path), "--quiet"]) == 0
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")

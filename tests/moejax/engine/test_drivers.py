@@ -86,7 +86,7 @@ def flux(tiers: str, dense: int, packed: int, nightly: bool = False, **options) 
 
 SUBJECTS = {
     # Missed experts are filled by the steps' own ops.
-    "device": Subject({"eviction": "lru"}, slow=False),
+    "device": Subject({"eviction": "lru"}),
     "host": Subject({"driver": "host", "eviction": "lfu", "expert_budget": "40%"}),
     "donated": Subject({"ops": "fill=xla", "eviction": "lru", "expert_budget": "40%"}),
     "in transit": Subject({"precision": "lossless12,in_transit=true", "expert_budget": "40%"}),

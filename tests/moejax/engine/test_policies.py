@@ -68,7 +68,8 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "next layer": (HOST, (CoActivation(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
-QUICK = {"next layer"}
+QUICK = {"fifo"}
+"""With the programs of test_what_an_engine_says_of_its_policies."""
 
 
 def traced(directory, policies=(), late: bool = False, **options) -> Trace:

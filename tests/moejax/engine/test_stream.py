@@ -211,6 +211,7 @@ def recycled_too_early(monkeypatch) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("own_programs")
 def test_an_order_with_a_mistake_is_found(monkeypatch):
     at_rest_of(3)
     recycled_too_early(monkeypatch)
@@ -290,6 +291,7 @@ def dispatched_wrongly(layers: int, monkeypatch) -> list[str]:
         runner.delete(given=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_layers_are_dispatched_in_order(layers, monkeypatch):
     assert dispatched_wrongly(layers, monkeypatch) == []

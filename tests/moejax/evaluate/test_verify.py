@@ -19,6 +19,8 @@ from moejax.models import layers
 from moejax.models.config import load_config
 from tests.moejax.models.families import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("own_programs")  # errors are planted in the engine's code
+
 LAYERS, LOGITS, THEIRS = "layers against float32", "logits of generated", "transformers"
 ROUTED = "experts that were chosen"
 SPECIAL, TEXT = "special tokens", "text"

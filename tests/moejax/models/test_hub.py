@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,24 +18,11 @@ from pathlib import Path
 import pytest
 
 from moejax.errors import UserError
-from moejax.models.hub import is_hub_id
+from moejax.models.hub import is_hub_id, model_directory
 from moejax.start.options import Config
 from tests.conftest import DEMO, REPOSITORY
 
 COMMIT = "a" * 40
-RUN = """
-import sys, shutil
-from moejax.errors import UserError
-from moejax.models.hub import model_directory
-if len(sys.argv) > 3:  # a full disk
-    usage = shutil.disk_usage("/")
-    shutil.disk_usage = lambda place: usage._replace(free=int(sys.argv[3]))
-try:
-    found = model_directory(sys.argv[1], config_only=sys.argv[2] == "config")
-    print(str(found).removesuffix("/config.json"))
-except UserError as error:
-    print("refused:", error)
-"""
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -115,23 +103,33 @@ def hub():
     server.server_close()
 
 
-def fetch(hub: Hub, home: Path, name: str, what: str = "all", *more: str, offline: bool = False):
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": str(int(offline)),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, name, what, *more],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+def fetch(
+    hub: Hub,
+    home: Path,
+    name: str,
+    what: str = "all",
+    *,
+    free: int | None = None,
+    offline: bool = False,
+) -> str:
+    """The directory, or why there is none. free: bytes of the disk."""
+    from huggingface_hub import constants
+
+    url, usage = f"http://127.0.0.1:{hub.server_port}", shutil.disk_usage("/")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        if free is not None:
+            patch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free))
+        try:
+            found = model_directory(name, config_only=what == "config")
+        except UserError as error:
+            return f"refused: {error}"
+    return str(found).removesuffix("/config.json")
 
 
 def test_a_model_is_downloaded_once_and_then_needs_no_network(hub, tmp_path):
@@ -191,22 +189,23 @@ def test_a_broken_connection_goes_on_with_the_next_try(hub, tmp_path):
 
 
 def test_no_network_is_said(hub, tmp_path):
-    hub.socket.close()  # nobody listens any more
+    hub.shutdown()
+    hub.server_close()  # nobody listens any more
     assert "the hub cannot be reached" in fetch(hub, tmp_path, "org/demo")
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "offline", "message"),
+    ("name", "state", "message"),
     [
-        ("org/none", (), False, "there is none of this name"),
-        ("org/gated", (), False, "accept their terms"),
-        ("org/demo@nowhere", (), False, "it has no such revision"),
-        ("org/demo", (), True, "not all of it is in the hub's cache"),
-        ("org/demo", ("all", "1000"), False, "make room, or set HF_HUB_CACHE to another place"),
+        ("org/none", {}, "there is none of this name"),
+        ("org/gated", {}, "accept their terms"),
+        ("org/demo@nowhere", {}, "it has no such revision"),
+        ("org/demo", {"offline": True}, "not all of it is in the hub's cache"),
+        ("org/demo", {"free": 1000}, "make room, or set HF_HUB_CACHE to another place"),
     ],
 )
-def test_what_cannot_be_had_is_said(hub, tmp_path, name, more, offline, message):
-    found = fetch(hub, tmp_path, name, *more, offline=offline)
+def test_what_cannot_be_had_is_said(hub, tmp_path, name, state, message):
+    found = fetch(hub, tmp_path, name, **state)
     assert found.startswith(f"refused: {name}: ") and message in found
 
 

@@ -13,6 +13,7 @@ from moejax.models.hub import model_directory
 from moejax.requests.token_rules import RuleBook
 from moejax.requests.tokenizer import load_tokenizer
 from moejax.step.sampler import allow
+from tests.moejax.engine.scenes import open_llm
 
 PROMPT = "Once upon a time"
 OBJECT = {
@@ -25,8 +26,7 @@ OBJECT = {
 
 @pytest.fixture(scope="module")
 def llm():
-    limits = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-    with LLM("demo", expert_budget="25%", progress=False, **limits) as llm:
+    with open_llm(expert_budget="25%") as llm:
         yield llm
 
 
@@ -70,7 +70,7 @@ def test_the_text_fits(llm, temperature):
 
 def test_the_same_bits_at_every_budget(llm):
     params = [wanted(json=OBJECT), wanted(regex="[a-z ]{20,40}[.]")]
-    with LLM("demo", expert_budget="100%", max_model_len=256, progress=False) as full:
+    with open_llm() as full:
         assert texts(full, *params) == texts(llm, *params)
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from moejax import LLM, SamplingParams, UserError
 from tests.conftest import DEMO, REPOSITORY
+from tests.moejax.engine import scenes
 
-LIMITS = {"max_num_seqs": 2, "max_model_len": 256, "progress": False}
+LIMITS = {"progress": False, **scenes.LIMITS}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = [5 + i % 90 for i in range(100)]
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from host_offload.memory.budget import Share
+from host_offload.traces.reader import read_trace
 from moejax.commands.main import main
 from moejax.costs.hardware import HARDWARE, find_hardware, hardware_of
 from moejax.models.config import parse_config
@@ -22,7 +23,10 @@ def qwen3():
 
 @pytest.mark.parametrize(
     ("batch", "budget", "measured_ms"),
-    [(1, None, 3.93), (8, None, 8.01), (1, Share(0.0), 75.1), (8, Share(0.0), 388)],
+    [
+        *((1, None, 3.93), (8, None, 8.01), (1, Share(0.0), 75.1)),
+        pytest.param(8, Share(0.0), 388, marks=pytest.mark.slow),
+    ],
 )
 def test_a_measured_gpu_is_predicted(qwen3, batch, budget, measured_ms):
     """docs/research/benchmarks.md, "On an NVIDIA H200"."""
@@ -34,20 +38,22 @@ def test_a_measured_gpu_is_predicted(qwen3, batch, budget, measured_ms):
     assert one.tokens_per_s[1] == pytest.approx(batch * 1e3 / likely)
 
 
-def test_less_memory_and_slower_tiers_cost_time(qwen3):
+def test_less_memory_and_slower_tiers_cost_time(qwen3, tmp_path):
+    routing = {"layers": 48, "experts": 128, "top_k": 8, "sequences": 1}
+    write_generated_trace(tmp_path / "t", "qwen3-like", **routing, tokens=60, prompt_tokens=20)
+    asked = {"prompt": 64, "trace": read_trace(tmp_path / "t")}
+
     def step_s(gib=12, **machine):
-        found = forecast(
-            qwen3, Machine(HARDWARE["RTX 4090"], gib << 30, **machine), batches=[1], prompt=64
-        )
+        found = forecast(qwen3, Machine(HARDWARE["RTX 4090"], gib << 30, **machine), **asked)
         return {one.driver: one.step_s[1] for one in found}
 
     found, tight = step_s(24), step_s()
     assert found["least"] < found["device"] < min(found["stream"], tight["device"])
     assert tight["device"] < step_s(host_memory=16 << 30)["device"]
     assert step_s(24, disk=1e6) == found  # host memory holds what the device does not
-    ddr4 = forecast(qwen3, Machine(HARDWARE["CPU DDR4"], 24 << 30), batches=[1], prompt=64)
+    ddr4 = forecast(qwen3, Machine(HARDWARE["CPU DDR4"], 24 << 30), **asked)
     faster = Machine(HARDWARE["CPU DDR4"], 24 << 30, disk=7e9)
-    assert ddr4[0].step_s > forecast(qwen3, faster, batches=[1], prompt=64)[0].step_s
+    assert ddr4[0].step_s > forecast(qwen3, faster, **asked)[0].step_s
 
 
 def test_recorded_routing_counts(tmp_path, capsys):

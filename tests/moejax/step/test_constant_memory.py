@@ -169,12 +169,13 @@ def parts(kind: str) -> tuple[ProgramKey, ...]:
 TRACED = {"traced": True}
 QUICK = [
     *(("owned", key) for key in (DECODE, PREFILL, *map(ProgramKey, BETWEEN))),
-    *(("xla", DECODE), ("xla", ProgramKey("swap_in")), ("owned, streaming", DECODE)),
+    ("xla", ProgramKey("swap_in")),
 ]
 SLOW = [
     *(("owned", key) for key in (STAGED, FORCED, ProgramKey("stage"))),
     *(("owned", key) for key in (part("decode", "attend", 0), part("decode", "experts"))),
-    *(("owned, waves", PREFILL), ("owned, streaming", PREFILL), ("owned, link", STAGED)),
+    *(("owned, waves", PREFILL), ("owned, link", STAGED), ("xla", DECODE)),
+    *(("owned, streaming", key) for key in (DECODE, PREFILL)),
     *(("native", key) for key in (DECODE, PREFILL, STAGED)),
     *(("native, waves", PREFILL), ("native, unlike", DECODE)),
     *(("xla", ProgramKey(kind)) for kind in ("swap_out", "move_pages", "stage")),
@@ -230,7 +231,7 @@ def test_regrant_updates_the_tables_in_place():
     assert compiled.memory.temp_bytes < nbytes(made.tables)
 
 
-@pytest.mark.parametrize("key", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("key", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)], ids=str)
 def test_layers_with_other_windows_are_one_loop(key):
     """A model whose windows alternate has the loops of one with a window in all layers."""
     loops = set()
@@ -259,6 +260,7 @@ def test_missing_donation_is_found(name, key):
 
 
 @NATIVE
+@pytest.mark.slow
 def test_a_missing_dependence_is_found(monkeypatch):
     """Transfers that wait for nothing."""
     monkeypatch.setattr(moejax.step.compiled_step, "zero_after", lambda value: jnp.int32(0))

@@ -174,6 +174,7 @@ def test_wrong_layer_index_is_found(host, solo, monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("own_programs")
 def test_missing_barriers_are_found(monkeypatch):
     """Where XLA may keep more precision than a border has, a scan and separate executables differ,
     unless there are barriers. Either guard is enough on CPU; the engine has both."""

@@ -68,13 +68,15 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
     empty = MapStore(**{name: jnp.zeros(*shape) for name, shape in shapes.items()})
     arrays = jax.jit(write_rows)(empty, *given)
     assert np.array_equal(arrays.lengths, held.lengths)
-    walk = jax.jit(_walked)
+    walk, nearest = (
+        jax.jit(_walked),
+        jax.jit(lambda arrays, fed: arrays.nearest_embedding(fed, jnp)),
+    )
     for each in range(8):
         near = rng.choice(filled, rows)
         fed = outliers[near] * rng.exponential() + (each % 2) * rng.normal(size=(rows, hidden))
         fed = fed.astype(np.float16)
-        found = jax.jit(lambda arrays, fed: arrays.nearest_embedding(fed, jnp))(arrays, fed)
-        same_bits(found, held.nearest_embedding(fed))
+        same_bits(nearest(arrays, fed), held.nearest_embedding(fed))
         said = distributions(rng, layers, rows, experts) if each % 2 else maps[near].swapaxes(0, 1)
         found, wanted, priors = walk(arrays, said)
         trajectory = held.trajectory(rows)
@@ -111,7 +113,7 @@ def test_wanted_experts_are_those_that_the_host_selects():
     rows = distributions(rng, 400, E).astype(np.float32)
     rows[:20] = 1 / E  # ties go to the lowest place
     scores = rng.uniform(-0.2, 1.1, 400).astype(np.float32)
-    found = np.asarray(wanted_experts(jnp.asarray(rows), jnp.asarray(scores), TOP_K))
+    found = np.asarray(jax.jit(wanted_experts, static_argnums=2)(rows, scores, TOP_K))
     assert np.array_equal(found, select_experts(rows, scores, TOP_K))
     assert found.sum(axis=1).min() == TOP_K and found.sum(axis=1).max() > TOP_K + 3
 
@@ -184,12 +186,12 @@ def test_of_a_pool_the_cells_of_least_value_are_taken():
         wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
         expected = take_by_hand(tables.copy(), layer, now, wanted)
         given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
-        after, listed = taken(given, jnp.int32(layer), jnp.int32(now), jnp.asarray(wanted), 6)
+        made = taken(given, jnp.int32(layer), jnp.int32(now), jnp.asarray(wanted), 6)
+        after, listed = jax.tree.map(np.asarray, made)
         device = PagerDevice(tables.copy(), np.ones((1, L), np.int64))
         entries = device._take_from_pool(layer, now, wanted)
         assert [(e.expert, e.cell) for e in entries[:6]] == [(e, c) for e, c, _ in expected]
-        found = np.array(listed).T
-        assert [tuple(entry) for entry in found.tolist() if entry[0] >= 0] == [
+        assert [tuple(entry) for entry in np.array(listed).T.tolist() if entry[0] >= 0] == [
             (layer, expert, 0, cell) for expert, cell, _ in expected
         ]
         rows = [int(after.cell_row[layer, cell]) for _, cell, _ in expected]

@@ -66,6 +66,7 @@ def with_xla(model, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_programs")
 @pytest.mark.parametrize(
     "engine", [with_xla, pytest.param(interpreted_llm, marks=pytest.mark.nightly)]
 )

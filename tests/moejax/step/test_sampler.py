@@ -28,6 +28,10 @@ tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
 recount = jax.jit(sampler.recount, compiler_options=OPTIONS)
 
 
+ROWS, VOCABULARY = 6, 64
+"""Of most tests, so that they share what is compiled."""
+
+
 def _parameters(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return (
         np.full(rows, temperature, np.float32),
@@ -129,29 +133,29 @@ def test_greedy_takes_the_lowest_of_equals():
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
 def test_temperature_zero_is_greedy_and_leaves_other_rows_alone(temperature):
-    rows = 6
-    logits = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+    logits = np.random.default_rng(0).normal(size=(ROWS, VOCABULARY)).astype(np.float32)
     logits[0] = 1.0
-    parameters = _parameters(rows)
-    random = np.asarray(sample(logits, *parameters, *_seeds(rows)))
+    parameters = _parameters(ROWS)
+    random = np.asarray(sample(logits, *parameters, *_seeds(ROWS)))
     parameters[0][::2] = temperature
-    mixed = np.asarray(sample(logits, *parameters, *_seeds(rows)))
+    mixed = np.asarray(sample(logits, *parameters, *_seeds(ROWS)))
     np.testing.assert_array_equal(mixed[::2], greedy(logits)[::2])
     np.testing.assert_array_equal(mixed[1::2], random[1::2])
 
 
 def test_the_users_setting_of_threefry_changes_no_token():
-    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
-    operands = logits, *_parameters(4), *_seeds(4)
+    logits = np.random.default_rng(0).normal(size=(ROWS, VOCABULARY)).astype(np.float32)
+    operands = logits, *_parameters(ROWS), *_seeds(ROWS)
     expected = sample(*operands).tolist()
     with jax.threefry_partitionable(False):
         assert sample(*operands).tolist() == expected
 
 
 def test_the_lowest_temperatures_do_not_overflow():
-    logits = np.array([[300.0, 299.0, -300.0]] * 4, np.float32)
-    parameters = _parameters(4, temperature=1e-5, top_p=0.9, top_k=2)
-    assert sample(logits, *parameters, *_seeds(4)).tolist() == [0] * 4
+    logits = np.full((ROWS, VOCABULARY), -300, np.float32)
+    logits[:, :2] = 300, 299
+    parameters = _parameters(ROWS, temperature=1e-5, top_p=0.9, top_k=2)
+    assert sample(logits, *parameters, *_seeds(ROWS)).tolist() == [0] * ROWS
 
 
 @pytest.mark.parametrize(
@@ -184,11 +188,11 @@ def test_draws_follow_the_distribution(parameters, vary):
 
 
 def test_a_draw_is_a_function_of_seed_and_position():
-    logits = np.zeros((4, 1000), np.float32)
-    seed, position = np.array([1, 1, 1, 2], np.uint32), np.array([5, 5, 6, 5], np.int32)
-    tokens = sample(logits, *_parameters(4), seed, position).tolist()
-    assert tokens[0] == tokens[1]
-    assert len(set(tokens)) == 3
+    logits = np.zeros((ROWS, VOCABULARY), np.float32)
+    seed, position = np.array([1, 1, 1, 2, 3, 3], np.uint32), np.array([5, 5, 6, 5, 7, 7], np.int32)
+    tokens = sample(logits, *_parameters(ROWS), seed, position).tolist()
+    assert tokens[0] == tokens[1] and tokens[4] == tokens[5]
+    assert len(set(tokens[:4])) == 3
 
 
 @pytest.mark.parametrize("n", [0, 1, 20])

@@ -196,5 +196,5 @@ def test_a_start_that_fails_leaves_no_directory(tmp_path):
             raise AssertionError("it never starts")
 
     with pytest.raises(RuntimeError, match="nothing learned yet"):
-        LLM("demo", trace=tmp_path / "trace", policies=[Fails()], progress=False, max_num_seqs=2)
+        LLM("demo", trace=tmp_path / "trace", policies=[Fails()], progress=False, **LIMITS)
     assert not (tmp_path / "trace").exists()

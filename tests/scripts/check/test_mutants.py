@@ -20,6 +20,7 @@ def test_each_can_be_planted_and_names_a_test(capsys):
     assert main(["--only", "no such word"]) == 2
 
 
+@pytest.mark.slow
 def test_a_mistake_is_planted_and_taken_out_again(tmp_path):
     (tmp_path / "own.py").write_text("def two():\n    return 2\n")
     test = "import own\n\n\ndef test_two():\n    assert own.two() == 2\n"

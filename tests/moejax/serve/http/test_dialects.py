@@ -16,16 +16,21 @@ FUNCTION = {"name": "person", "description": "A person."}
 
 
 @pytest.fixture
-def clients(server):  # noqa: F811
-    import anthropic  # a third of the time of collecting all tests
-    import openai
+def client(server):  # noqa: F811
+    import openai  # two seconds
+
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="secret") as client:
+        yield client
+
+
+@pytest.fixture
+def anthropics(server):  # noqa: F811
+    import anthropic  # ten seconds, so its tests are slow
 
     url = f"http://127.0.0.1:{server.port}"
-    with (
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as one,
-        anthropic.Anthropic(base_url=url, api_key="secret") as other,
-    ):
-        yield one, other
+    with anthropic.Anthropic(base_url=url, api_key="secret") as client:
+        yield client
 
 
 @pytest.fixture
@@ -34,8 +39,7 @@ def answer(server):  # noqa: F811
     return server.ask(CHAT, body)[1]
 
 
-def test_responses_whole_and_streamed(clients, answer):
-    client, _ = clients
+def test_responses_whole_and_streamed(client, answer):
     asked = {"model": "tiny", "input": QUESTION, "temperature": 0, "max_output_tokens": 12}
     found = client.responses.create(**asked)
     text = answer["choices"][0]["message"]["content"]
@@ -49,8 +53,22 @@ def test_responses_whole_and_streamed(clients, answer):
     assert "response.output_text.delta" in kinds
 
 
-def test_messages_whole_and_streamed(clients, answer):
-    _, client = clients
+def test_a_message(server, answer):  # noqa: F811
+    text = answer["choices"][0]["message"]["content"]
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    _, found = server.ask("/v1/messages", asked)
+    assert found["content"] == [{"type": "text", "text": text}]
+    assert (found["stop_reason"], found["usage"]["output_tokens"]) == ("max_tokens", 12)
+    tool = {**FUNCTION, "input_schema": SCHEMA}
+    asked |= {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 90}
+    _, found = server.ask("/v1/messages", asked)
+    assert found["stop_reason"] == "tool_use"
+    assert set(found["content"][0]["input"]) == {"name", "age"}
+
+
+@pytest.mark.slow
+def test_messages_whole_and_streamed(anthropics, answer):
+    client = anthropics
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, **GREEDILY}
     found = client.messages.create(**asked)
     text = answer["choices"][0]["message"]["content"]
@@ -64,21 +82,24 @@ def test_messages_whole_and_streamed(clients, answer):
     assert (stops.stop_reason, stops.stop_sequence) == ("stop_sequence", text[3:6])
 
 
-def test_functions_that_must_be_called(clients):
-    ours, theirs = clients
+def test_functions_that_must_be_called(client):
     tool = {"type": "function", **FUNCTION, "parameters": SCHEMA}
     asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 90, "temperature": 0}
     named = {"type": "function", "name": "person"}
     for choice in (named, "required"):
-        (call,) = ours.responses.create(**asked, tools=[tool], tool_choice=choice).output
+        (call,) = client.responses.create(**asked, tools=[tool], tool_choice=choice).output
         assert call.type == "function_call" and set(json.loads(call.arguments)) == {"name", "age"}
-    with ours.responses.stream(**asked, tools=[tool], tool_choice="required") as stream:
+    with client.responses.stream(**asked, tools=[tool], tool_choice="required") as stream:
         assert stream.get_final_response().output[0].arguments == call.arguments
+
+
+@pytest.mark.slow
+def test_tools_that_must_be_used(anthropics):
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 90, **GREEDILY}
     asked |= {"tools": [{**FUNCTION, "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
-    found = theirs.messages.create(**asked)
+    found = anthropics.messages.create(**asked)
     assert found.stop_reason == "tool_use" and set(found.content[0].input) == {"name", "age"}
-    with theirs.messages.stream(**asked) as stream:
+    with anthropics.messages.stream(**asked) as stream:
         assert stream.get_final_message().content[0].input == found.content[0].input
 
 
