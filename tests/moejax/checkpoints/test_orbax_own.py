@@ -399,12 +399,11 @@ def test_finished_units_are_not_written_again(source, unfinished, undisturbed):
     assert not partial.exists() and not (unfinished / JOURNAL).exists()
 
 
-def test_what_was_damaged_since_is_written_again(source, unfinished, undisturbed, caplog):
-    partial = unfinished.with_name("model.partial")
-    for file in ("experts.dense.0/c/1/0/0", "params.runs.0.qkv/zarr.json", "../tokenizer.json"):
-        flip(partial / "state" / file)
+@pytest.mark.parametrize("file", ["state/experts.dense.0/c/1/0/0", "tokenizer.json"])
+def test_what_was_damaged_since_is_written_again(file, source, unfinished, undisturbed, caplog):
+    flip(unfinished.with_name("model.partial") / file)
     convert(source, unfinished)
-    assert caplog.text.count("is damaged; it is written again") == 3
+    assert "is damaged; it is written again" in caplog.text
     assert contents(unfinished) == contents(undisturbed)
 
 
