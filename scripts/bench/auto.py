@@ -2,18 +2,20 @@
 
 python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--simulated]
 
-Each cell runs the same requests on one engine under each arm alone and under auto, from a cold
-cache and with everything compiled; tokens must be equal. The regret is auto's time over that of the
-best arm in hindsight, less 1. `cost` is the time of auto that prices and never leaves its first arm
-over that of this arm, and `at best` that of the best arm of each phase over that of the best arm,
-less 1.
+Each cell runs the same requests on one engine under each arm alone and under auto, by turns, from a
+cold cache and with everything compiled; tokens must be equal. Times are medians over rounds, of
+which short loads have more. The regret is auto's time over that of the best arm in hindsight, less
+1. `own` is the share of auto's time that its Python takes between steps, and `at best` the time of
+the best arm of each phase over that of the best arm, less 1.
 `tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread` is auto's
-slowest round over its fastest.
+slowest round over its fastest, less 1.
 
 Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
 the context, `shift` all three and a chat again. A cell is shown as soon as it was measured.
-`--ablations` runs auto also without correction, hysteresis or horizon. `--simulated` predicts
-instead, for 48 layers of 128 experts on stated hardware, with generated routing.
+`--ablations` runs auto also without correction, hysteresis or horizon. `--counted` takes the steps
+and bytes of one round instead of its time; they are the same in every run. `--simulated` predicts
+instead, for 48 layers of 128 experts on stated hardware, with generated routing. `--keep FILE`
+keeps cells there and measures only those that it lacks.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,9 @@ from host_offload.simulate.prediction import predict
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.costs.hardware import stated_costs
+from moejax.engine.loop import Engine
 from moejax.traces.generated_traces import write_generated_trace
+from scripts.parts.bench_engine import compilations, log_to
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import running
 
@@ -51,11 +56,9 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "no hysteresis": {"margin": 0.0, "sure": 0.0},
     "no horizon": {"horizon": 10**9},
 }
-STAYS = "stays"
-"""Auto that prices and never leaves its first arm."""
 STEP_S, PREFILL_S = 4e-3, 40e-3
 """Of a step of `tri` on two quiet cores, about, for --counted."""
-MEASURED = ("cost", "at_best", "spread")
+MEASURED = ("own", "at_best", "spread")
 """Figures of measured cells alone."""
 Phase = tuple[int, int, int]
 """Requests, tokens of each prompt, tokens of each answer."""
@@ -148,6 +151,93 @@ def begin(llm: LLM, policy: Policy) -> None:
     llm.engine.begin_anew(plan.spec, [policy], list(plan.cells))
 
 
+def ways_of(policy: Auto, ablations: bool) -> dict[str, Policy]:
+    """Returns a cell's policies by name: each arm alone, auto, and auto with parts left out."""
+    ways: dict[str, Policy] = {
+        arm: POLICIES[arm]() if arm in POLICIES else dataclasses.replace(policy, arms=(arm,))
+        for arm in policy.arms
+    }
+    ways["auto"] = policy
+    if ablations:
+        ways |= {name: dataclasses.replace(policy, **less) for name, less in ABLATIONS.items()}
+    return ways
+
+
+@contextmanager
+def corrected(name: str) -> Iterator[None]:
+    """Leaves auto's correction out in a block, where this is the way."""
+    kept = choices.correct
+    if name == "no correction":
+        choices.correct = lambda *_: (1.0, 1.0)
+    try:
+        yield
+    finally:
+        choices.correct = kept
+
+
+@contextmanager
+def timed(engine: Engine, methods: Sequence[str]) -> Iterator[list[float]]:
+    """Yields a list of the seconds of each call of these methods in the block."""
+    spent: list[float] = []
+
+    def timed_call(method: Callable[..., Any], *args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            spent.append(time.perf_counter() - began)
+
+    for name in methods:
+        setattr(engine, name, functools.partial(timed_call, getattr(engine, name)))
+    try:
+        yield spent
+    finally:
+        for name in methods:
+            delattr(engine, name)
+
+
+@dataclasses.dataclass
+class Runs:
+    """What the rounds of a cell gave."""
+
+    seconds: dict[str, list[list[float]]]
+    """Way → round → of each phase."""
+    own_s: list[float] = dataclasses.field(default_factory=list)
+    """Of auto's Python in each round."""
+    said: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What auto said of the last round."""
+    tokens: list[Any] | None = None
+
+    def totals(self, name: str) -> np.ndarray:
+        """Returns float64[rounds]."""
+        return np.sum(self.seconds[name], axis=1)
+
+    def run(self, llm: LLM, name: str, policy: Policy, phases: Sequence[Phase], args) -> None:
+        """Runs a way once, and again if it compiled something. Raises UserError if tokens
+        differ."""
+        own = ("_tell", "_before_step") if name == "auto" else ()
+        compiled = -1
+        while compiled != len(compilations()):
+            begin(llm, policy)
+            compiled = len(compilations())
+            with corrected(name), timed(llm.engine, own) as spent:
+                seconds, tokens = run_load(llm, phases, args.counted)
+        self.seconds[name].append(seconds)
+        self.tokens = tokens if self.tokens is None else self.tokens
+        if tokens != self.tokens:
+            raise UserError(f"{name} changed a token")
+        if name == "auto":
+            control = llm.engine.control
+            assert control is not None
+            self.said = control.controller.stats()["said"]["auto"]
+            self.own_s.append(sum(spent))
+
+    def enough(self, args: argparse.Namespace) -> bool:
+        """Whether no more rounds are needed. Counts are the same in each."""
+        least = min(self.totals(name).sum() for name in self.seconds)
+        return args.counted or (len(self.own_s) >= args.rounds and least >= args.least)
+
+
 def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one cell. Returns its figures. Raises UserError if tokens differ."""
     policy = fresh(auto_of(llm))
@@ -155,50 +245,26 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
         settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         policy = Counted(**settings, clock=functools.partial(counted_s, llm))
     phases = phases_of(load, llm.engine.scheduler.max_model_len, args.tokens)
-    ways: dict[str, Policy] = {
-        arm: POLICIES[arm]() if arm in POLICIES else dataclasses.replace(policy, arms=(arm,))
-        for arm in policy.arms
-    }
-    ways["auto"], ways[STAYS] = policy, dataclasses.replace(policy, horizon=0)
-    if args.ablations:
-        ways |= {name: dataclasses.replace(policy, **less) for name, less in ABLATIONS.items()}
-    found: dict[str, list[list[float]]] = {name: [] for name in ways}
-    said: dict[str, Any] = {}
-    first: list[Any] | None = None
-    for turn in range(args.rounds):
+    ways = ways_of(policy, args.ablations)
+    runs = Runs({name: [] for name in ways})
+    for turn in itertools.count():
         for name in sorted(ways, reverse=turn % 2 == 1):
-            if name == STAYS and args.counted:  # which has no costs of its own
-                found[name].append([np.nan] * len(phases))
-                continue
-            begin(llm, ways[name])
-            kept = choices.correct
-            if name == "no correction":
-                choices.correct = lambda *_: (1.0, 1.0)
-            try:
-                seconds, tokens = run_load(llm, phases, args.counted)
-            finally:
-                choices.correct = kept
-            found[name].append(seconds)
-            first = tokens if first is None else first
-            if tokens != first:
-                raise UserError(f"{name} changed a token")
-            if name == "auto":
-                control = llm.engine.control
-                assert control is not None
-                said = control.controller.stats()["said"]["auto"]
-    totals = {name: [sum(phases) for phases in rounds] for name, rounds in found.items()}
-    best = {name: min(times) for name, times in totals.items()}
-    arms = {arm: best[arm] for arm in policy.arms}
-    fixed = min(arms, key=lambda arm: arms[arm])
-    of_phases = np.array([np.min(found[arm], axis=0) for arm in arms])
-    record = llm.engine.runner.link_bytes[0]
+            runs.run(llm, name, ways[name], phases, args)
+        if runs.enough(args):
+            break
+    totals = {name: float(np.median(runs.totals(name))) for name in ways}
+    arms = {arm: totals[arm] for arm in policy.arms}
+    best = min(arms.values())
+    of_phases = np.array([np.median(runs.seconds[arm], axis=0) for arm in arms])
+    auto = runs.totals("auto")
     return {
-        **compared(arms, best["auto"], said),
-        "cost": best[STAYS] / arms[policy.arms[0]] - 1,
-        "at_best": float(of_phases.min(axis=0).sum()) / arms[fixed] - 1,
-        "spread": max(totals["auto"]) / best["auto"] - 1,
-        "switch_mb": said["switched_experts"] * record / 1e6,
-        **{name: best[name] / arms[fixed] - 1 for name in ABLATIONS if name in best},
+        **compared(arms, totals["auto"], runs.said),
+        "rounds": len(auto),
+        "own": float("nan") if args.counted else float(np.median(runs.own_s / auto)),
+        "at_best": float(of_phases.min(axis=0).sum()) / best - 1,
+        "spread": float(auto.max() / auto.min()) - 1,
+        "switch_mb": runs.said["switched_experts"] * llm.engine.runner.link_bytes[0] / 1e6,
+        **{name: totals[name] / best - 1 for name in ABLATIONS if name in ways},
     }
 
 
@@ -265,22 +331,29 @@ def simulate(directory: Path, args: argparse.Namespace) -> Iterator[dict[str, An
         trace = read_trace(directory / load)
         for machine, share in MACHINES.items():
             cell = {"link": machine, "memory": f"{share:.0%}", "load": load}
-            yield cell | predicted(trace, machine, share, sequences)
+            yield cell | predicted(trace, machine, share, sequences, args.ablations)
 
 
-def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, Any]:
+def predicted(
+    trace: Trace, machine: str, share: float, rows: int, ablations: bool
+) -> dict[str, Any]:
     costs = stated_costs(machine, **SHAPE, expert_bytes=RECORD, rows=rows)
     cells = round(share * SHAPE["experts"])
     policy = Auto((cells,) * SHAPE["layers"], costs, bare=True)
-    arms = {
-        arm: float(predict(trace, costs, eviction=arm, cells=cells).seconds.sum())
-        for arm in EVICTIONS
-    }
-    run = predict(trace, costs, policies=(policy,), cells=cells)
-    said = (run.simulation.control or {})["said"]["auto"]
+    totals: dict[str, float] = {}
+    said: dict[str, Any] = {}
+    for name, way in ways_of(policy, ablations).items():
+        with corrected(name):
+            run = predict(trace, costs, policies=(way,), cells=cells)
+        totals[name] = float(run.seconds.sum())
+        if name == "auto":
+            said = (run.simulation.control or {})["said"]["auto"]
+    arms = {arm: totals[arm] for arm in EVICTIONS}
+    best = min(arms.values())
     return {
-        **compared(arms, float(run.seconds.sum()), said),
+        **compared(arms, totals["auto"], said),
         "switch_mb": said["switched_experts"] * RECORD / 1e6,
+        **{name: totals[name] / best - 1 for name in ABLATIONS if name in totals},
     }
 
 
@@ -290,7 +363,7 @@ def predicted(trace: Trace, machine: str, share: float, rows: int) -> dict[str, 
 @refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    positive(args, "tokens", "rounds")
+    positive(args, "tokens", "rounds", "least")
     columns = (
         *((name, f"{{{name}}}") for name in ("link", "memory", "load", "best")),
         ("best s", "{best_s:.2f}"),
@@ -300,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("tau", "{tau:.2f}"),
         ("switches", "{switches}"),
         ("MB", "{switch_mb:.1f}"),
+        *((("rounds", "{rounds}"),) if not args.simulated else ()),
         *((name.replace("_", " "), f"{{{name}:+.1%}}") for name in MEASURED if not args.simulated),
         *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if args.ablations),
     )
@@ -316,14 +390,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the rows of measured cells: links × memories × loads."""
+    """Yields the rows of measured cells: links × memories × loads, also those of --keep."""
     chosen = set(args.cells.split(",")) if args.cells else None
+    of = {
+        name: getattr(args, name)
+        for name in ("model", "context", "tokens", "rounds", "least", "ablations", "counted")
+    }
+    kept = {tuple(row["cell"]): row for row in kept_rows(args.keep) if row["of"] == of}
     for link, memory in itertools.product(args.links.split(","), args.memories.split(",")):
         loads = [
             load
             for load in args.loads.split(",")
             if chosen is None or f"{link}:{memory}:{load}" in chosen
         ]
+        yield from (kept[link, memory, load] for load in loads if (link, memory, load) in kept)
+        loads = [load for load in loads if (link, memory, load) not in kept]
         if not loads:
             continue
         with LLM(
@@ -341,8 +422,16 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             every = phases_of("shift", args.context, args.tokens)[:3]
             run_load(llm, [(count, length, 4) for count, length, _ in every])
             for load in loads:
-                cell = {"link": link, "memory": memory, "load": load}
-                yield cell | measure(llm, load, args)
+                row = {"link": link, "memory": memory, "load": load, **measure(llm, load, args)}
+                log_to(args.keep, {"cell": [link, memory, load], "of": of, **row})
+                yield row
+
+
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Returns the lines of a file of --keep, if it is there."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -373,7 +462,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--cells", metavar="LINK:MEMORY:LOAD,…", help="only these of them")
     add("--context", type=int, default=512, help="most tokens of a sequence")
     add("--tokens", type=int, default=96, help="decode steps of a load (default: %(default)s)")
-    add("--rounds", type=int, default=2, help="the best counts (default: %(default)s)")
+    add("--rounds", type=int, default=2, help="at least (default: %(default)s)")
+    add("--least", type=float, default=2.0, help="seconds of each arm (default: %(default)s)")
+    add("--keep", type=Path, metavar="FILE", help="lines of JSON")
     add("--ablations", action="store_true", help="auto also with parts left out")
     add("--counted", action="store_true", help="count steps and bytes: for a busy machine")
     add("--simulated", action="store_true", help="48 layers of 128 experts on stated hardware")

@@ -1,13 +1,14 @@
 """Speculative decoding beside decoding without drafts: tokens a second, by task, requests, budget.
 
-python -m scripts.bench drafts --model DIR [--link-rate 2GB/s] [--llama-python PYTHON]
+python -m scripts.bench drafts --model DIR [--links 1GB/s,4GB/s] [--llama-python PYTHON]
 
 Each cell runs the same requests by turns without drafts, with drafts in every step, and with drafts
 where the engine measures that they pay. The tokens must be equal. A ratio is the median over the
 rounds of a pair that ran one after the other.
 
 Tasks: `edit` gives a text and asks for it again, `chat` asks a question, `story` goes on with a
-text. Greedy, with the end of the sequence ignored.
+text. Greedy, with the end of the sequence ignored. A cell is shown as soon as it was measured; with
+100% of the experts no link matters, and there is one row.
 
 --llama-python names an interpreter with llama-cpp-python: rows of one request then have its prompt
 lookup too, on a GGUF file of the same weights (OLMoE, Qwen3): its tokens a second without drafts,
@@ -17,10 +18,11 @@ what lookup makes of them, and what of that moejax has where drafts pay.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from moejax.start.option_values import Speculation
 from scripts.bench.peer_engines import Task
 from scripts.bench.peers import Worker, write_gguf
 from scripts.parts.commands import new_parser, positive, refusing
-from scripts.parts.text_table import aligned, show
+from scripts.parts.text_table import running
 
 TEXT = """The harbour was quiet when the boat came in. Two men tied it to the wall and carried the
 nets up the steps. The older one counted the fish, wrote the number in a small book, and put the
@@ -134,39 +136,43 @@ def llama_of(stack: ExitStack, model: str, python: str) -> Worker:
     return worker
 
 
-@refusing()
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
-    positive(args, "tokens", "rounds")
-    batches = [int(n) for n in args.requests.split(",")]
-    transfers = None if args.link_rate is None else f"queue,rate={args.link_rate}"
-    rows: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        llama = llama_of(stack, args.model, args.llama_python) if args.llama_python else None
-        for budget in args.budgets.split(","):
+def cells(args: argparse.Namespace, llama: Worker | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows: budgets × links × tasks × requests."""
+    batches, links = [int(n) for n in args.requests.split(",")], args.links.split(",")
+    for budget in args.budgets.split(","):
+        for link in [None] if budget == "100%" or links == [""] else links:
             with LLM(
                 args.model,
                 expert_budget=budget,
-                transfers=transfers,
+                transfers=link and f"queue,rate={link}",
                 max_num_seqs=2 * max(batches),
                 max_model_len=512,
                 speculative_config=Speculation(),
                 progress=False,
             ) as llm:
-                for task in ("edit", "chat", "story"):
-                    for count in batches:
-                        cell = {"budget": budget, "task": task, "requests": count}
-                        peer = llama if count == 1 else None
-                        rows.append(cell | measure(llm, prompts_of(task, count), args, peer))
+                for task, count in itertools.product(("edit", "chat", "story"), batches):
+                    cell = {"budget": budget, "link": link, "task": task, "requests": count}
+                    peer = llama if count == 1 else None
+                    yield cell | measure(llm, prompts_of(task, count), args, peer)
+
+
+@refusing()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    positive(args, "tokens", "rounds")
     columns = (
-        *((name, f"{{{name}}}") for name in ("budget", "task", "requests")),
+        *((name, f"{{{name}}}") for name in ("budget", "link", "task", "requests")),
         ("tokens/s", "{plain:.0f}"),
         *((name, f"{{{name}:.2f}}×") for name in ("always", "adaptive")),
         ("accepted", "{accepted:.0%}"),
         *((("llama.cpp", "{llama:.0f}"), ("lookup", "{lookup:.2f}×")) if args.llama_python else ()),
         *((("ours ÷ lookup", "{ours:.2f}"),) if args.llama_python else ()),
     )
-    show(args.json, rows, aligned(columns, rows))
+    with ExitStack() as stack:
+        llama = llama_of(stack, args.model, args.llama_python) if args.llama_python else None
+        rows = cells(args, llama)
+        for line in map(json.dumps, rows) if args.json else running(columns, rows):
+            print(line, flush=True)
     return 0
 
 
@@ -176,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="demo", help="(default: %(default)s)")
     add("--requests", default="1,4,16", metavar="N,…", help="at once (default: %(default)s)")
     add("--budgets", default="100%,50%,25%", metavar="SHARE,…", help="(default: %(default)s)")
-    add("--link-rate", metavar="RATE", help="of a simulated link (default: steps copy themselves)")
+    add("--links", default="", metavar="RATE,…", help="simulated (default: steps copy themselves)")
     add("--llama-python", metavar="PYTHON", help="interpreter that has llama-cpp-python")
     add("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="that count (default: %(default)s)")

@@ -277,7 +277,7 @@ def grant(engine: Engine, cells: int) -> None:
 @contextmanager
 def no_compilation(runner: Executor) -> Iterator[None]:
     """Raises RuntimeError if anything was compiled in the block."""
-    log = _compilations()
+    log = compilations()
     before, names = len(log), runner.executables()
     yield
     if len(log) > before or runner.executables() != names:
@@ -288,7 +288,7 @@ def no_compilation(runner: Executor) -> Iterator[None]:
 
 
 @functools.cache
-def _compilations() -> list[str]:
+def compilations() -> list[str]:
     """Grows by one entry with every compilation by jax in this process."""
     log: list[str] = []
 
