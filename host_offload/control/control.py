@@ -177,8 +177,11 @@ class Control:
             self._origin_s = start_s
         return True
 
-    def after_read(self, record: StepRecord) -> None:
-        """Runs the policies of steps, intervals and turns after a step was read."""
+    def after_read(self, record: StepRecord, needed: bool = False) -> None:
+        """Runs the policies of steps, intervals and turns after a step was read.
+
+        - `needed`: whether `rest` was asked of the step before.
+        """
         if self._origin_s is None:
             self._origin_s = record.start_s
         self._seconds = record.read_s - self._origin_s
@@ -190,6 +193,7 @@ class Control:
             age=self._dispatched - record.number,
             seconds=self._seconds,
             tables=None if tables is None else tables(),
+            needed=needed,
         )
 
     def looks_at(self, moment: Moment) -> bool:

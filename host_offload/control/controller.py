@@ -350,15 +350,22 @@ class Controller:
         return True
 
     def end_step(
-        self, record: StepRecord, *, age: int, seconds: float, tables: Residency | None = None
+        self,
+        record: StepRecord,
+        *,
+        age: int,
+        seconds: float,
+        tables: Residency | None = None,
+        needed: bool = False,
     ) -> None:
         """Asks policies after a step was read: at STEP_END, then at INTERVAL and TURN_END if due.
 
         - `age`: steps that were dispatched after this one.
         - `seconds`: from the start until the step was read.
         - `tables`: after the step, needed if needs_residency.
+        - `needed`: whether `rest` was asked and said that a policy needs the step.
         """
-        if self.may_rest and self.rest(glance_of(record)):
+        if not needed and self.may_rest and self.rest(glance_of(record)):
             return
         if tables is not None:
             self.see(tables)

@@ -75,10 +75,11 @@ class Shadows(NamedTuple):
         """Returns bool[A, L, E], the first `count` [A, L] of the chosen experts in the order of
         eviction: by the victim's key, its last use and its id. One number has all three, since a
         sort of numbers takes half the time of one of indices."""
-        age = clock - self.last_used
-        key = victim_key(age, self.frequency, 0, self.weights).astype(np.int64) << 34
-        key += (np.maximum(AGES - age, 0).astype(np.int64) << 10) + np.arange(age.shape[1])
-        order = np.where(chosen, key[self.eviction], _MOST).reshape(-1, age.shape[1])
+        age, experts = clock - self.last_used, self.last_used.shape[1]
+        bits = experts.bit_length()
+        key = victim_key(age, self.frequency, 0, self.weights).astype(np.int64) << 25 + bits
+        key += (np.maximum(AGES - age, 0).astype(np.int64) << bits) + np.arange(experts)
+        order = np.where(chosen, key[self.eviction], _MOST).reshape(-1, experts)
         last = np.maximum(count, 0).ravel() - 1
         most = np.sort(order, axis=1)[np.arange(len(last)), last]
         most[last < 0] = ~_MOST

@@ -175,6 +175,13 @@ def _open(
     return open_tensors(directory, kind, step, name_map, predictor)
 
 
+def require_predictor(path: str | os.PathLike) -> None:
+    """Raises UserError for a checkpoint without a layer that predicts a further token, as
+    load_checkpoint does. It reads headers only."""
+    directory = checkpoint_directory(path)
+    _open(directory, checkpoint_format(directory), None, None, predictor=True)
+
+
 def _store_of(
     run: StoredModel,
     held: Mapping[str, Sequence[int]],

@@ -62,7 +62,7 @@ PRODUCTS = frozenset(
     {
         *("lm_head", "qkv", "q", "q_a", "q_b", "kv_a", "o", "attention_gate", "state_in"),
         *("gate_up", "up", "down", "shared_gate_up", "shared_up", "shared_down"),
-        *("latent_in", "latent_out"),
+        *("latent_in", "latent_out", "eh_proj"),
     }
 )
 """Parameters that only `linear` reads, under the names of LoadedModel.params."""

@@ -196,9 +196,14 @@ class Drafts(abc.ABC):
                 found[request] = Guess(tokens[: len(words)], words)
         return found
 
+    def after_dispatch(self, step: Step) -> None:
+        """Asks for what `observe` reads, before a later step is dispatched, for whose end it would
+        wait otherwise."""
+        return None  # most need nothing of it
+
     def observe(self, step: Step) -> None:
         """Takes what a step computed, whose tokens were read, before `after_read`."""
-        return None  # most need nothing of it
+        return None
 
     def after_read(self, work: ScheduledWork, seconds: float | None) -> None:
         """Takes a decode step whose tokens were read.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
 from moejax.engine.step_work import (
     Draft,
+    Guess,
     ScheduledWork,
     Step,
     placed_rows,
@@ -34,7 +36,7 @@ from moejax.engine.step_work import (
     step_glance,
     step_record,
 )
-from moejax.errors import OutOfKV, UserError, as_user_error, shown
+from moejax.errors import OutOfKV, UserError, as_user_error, fallbacks, shown
 from moejax.interrupt import RunningStep, deferred_interrupt
 from moejax.requests.first_check import require_room
 from moejax.requests.outputs import FinishReason
@@ -52,6 +54,7 @@ from pallas_kernels.stage import Entries
 if TYPE_CHECKING:
     from moejax.requests.tokenizer import Tokenizer
 
+log = logging.getLogger("moejax")
 
 Listener = Callable[[Step], None]
 
@@ -428,16 +431,31 @@ class Engine:
     def _dispatch(self, work: ScheduledWork, drafting: bool) -> Step:
         try:
             # Of the requests some may have ended by the tokens that were read since.
-            if drafting and self._drafts_now(len(work.rows)):
-                assert self.drafts is not None
-                guesses = self.drafts.guess(work, len(self.scheduler.free_rows))
-                length = self.drafts.length(len(work.rows))
-                work = self.scheduler.add_drafts(work, guesses, length)
-            return self._dispatch_step(work)
+            drafts = self.drafts
+            if drafts is not None and drafting and self._drafts_now(len(work.rows)):
+                guesses: Mapping[Request, Guess] = {}
+                with self._drafts_may_fail():
+                    guesses = drafts.guess(work, len(self.scheduler.free_rows))
+                work = self.scheduler.add_drafts(work, guesses, drafts.length(len(work.rows)))
+            step = self._dispatch_step(work)
+            if drafts is not None and drafts is self.drafts:
+                with self._drafts_may_fail():
+                    drafts.after_dispatch(step)
+            return step
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)
             self.scheduler.release_states()
             raise
+
+    @contextmanager
+    def _drafts_may_fail(self) -> Iterator[None]:
+        """Turns drafts off if they fail in a block: no request needs them."""
+        try:
+            yield
+        except Exception as error:
+            fallbacks.warning("drafts failed, so decoding goes on without them: %s", shown(error))
+            log.info("where drafts failed", exc_info=True)
+            self.drafts = None
 
     def _give_up(self, requests: set[Request], published: Sequence[Block]) -> None:
         """Aborts the requests of a failed step and all requests with blocks that it should have
@@ -576,17 +594,18 @@ class Engine:
         if step.work.drafts:  # no step was dispatched since
             self.scheduler.release_states()
         if self.drafts is not None:
-            self.drafts.observe(step)
-            self.drafts.after_read(step.work, None if since is None else now - since)
+            with self._drafts_may_fail():
+                self.drafts.observe(step)
+                self.drafts.after_read(step.work, None if since is None else now - since)
         if self.tracer is not None or self.control is not None:
             self._tell(step, results, now, touched)
         return touched
 
     def _tell(self, step: Step, results: Results, now: float, touched: list[Request]) -> None:
         """Tells policies and the tracer of a step that was read."""
-        control = self.control
+        control, asked = self.control, False
         if control is not None and control.controller.may_rest:
-            glance = step_glance(step, results, page_use(self.scheduler))
+            glance, asked = step_glance(step, results, page_use(self.scheduler)), True
             control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return
@@ -594,7 +613,7 @@ class Engine:
         needs = None if self.tracer is not None or control is None else control.controller.needs
         record = step_record(step, self.runner, results, now, touched, use, needs)
         if control is not None:
-            control.after_read(record)
+            control.after_read(record, needed=asked)
         if self.tracer is not None:
             self.tracer.after_read(record)  # last, since it raises if the disk is full
 

@@ -85,14 +85,25 @@ class PredictedDrafts(Drafts):
         self._cache = engine.scheduler.cache
         self._sequences: OrderedDict[Request, _Sequence] = OrderedDict()
         """The longest unused first."""
+        self._hidden: dict[int, jax.Array] = {}
+        """Step → what it gives the layer, until it is observed."""
 
     # ---- what the model computed
 
-    def observe(self, step: Step) -> None:
+    def after_dispatch(self, step: Step) -> None:
         assert step.output.hidden is not None
         config, weight = self._runner.config, self._runner.params["model_norm"]
         offset = int(config.unit_offset_norms)
-        hidden = np.asarray(_normalise(step.output.hidden, weight, config.rms_norm_eps, offset))
+        hidden = _normalise(step.output.hidden, weight, config.rms_norm_eps, offset)
+        hidden.copy_to_host_async()
+        # A step that could not be read was not observed.
+        kept = {number: h for number, h in self._hidden.items() if number == step.number - 1}
+        self._hidden = kept | {step.number: hidden}
+
+    def observe(self, step: Step) -> None:
+        if (found := self._hidden.pop(step.number, None)) is None:  # drafts came after its dispatch
+            return
+        hidden = np.asarray(found)
         kept = step.work.kept_rows()
         for row, request in sorted(kept, key=lambda placed: step.positions[placed[0]]):
             self._take(request, int(step.positions[row]), hidden[row : row + 1])

@@ -656,7 +656,8 @@ class Decoder(nnx.Module):
         ]
         both = jnp.concatenate(normed, axis=1)
         options = linear_options(self.ops, places)
-        return lax.optimization_barrier(linear(both, self.projection[...][None], 0, None, options))
+        projection = _one_layer(self.projection)
+        return lax.optimization_barrier(linear(both, projection, 0, None, options))
 
     def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
         """float32 logits [T, V] of hidden states [T, D] after the last layer.
@@ -674,10 +675,7 @@ class Decoder(nnx.Module):
             x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
             head = self.embedding if self.lm_head is None else self.lm_head
             bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]
-            matrix = head[...]
-            if not isinstance(matrix, CodedWeights):  # those have layers already, one here
-                matrix = matrix[None]
-            logits = linear(x, matrix, 0, bias, options, out_dtype=jnp.float32)
+            logits = linear(x, _one_layer(head), 0, bias, options, out_dtype=jnp.float32)
             scaling, cap = self.config.logits_scaling, self.config.logits_cap
             logits = logits if scaling == 1 else logits / scaling
             return logits if cap is None else jnp.tanh(logits / cap) * cap
@@ -696,6 +694,12 @@ UNIT_OFFSET = frozenset({"input_norm", "post_norm", "q_norm", "k_norm"})
 
 def _norm_weights(config: ModelConfig, stored: jax.Array) -> jax.Array:
     return stored + 1 if config.unit_offset_norms else stored
+
+
+def _one_layer(param: nnx.Param) -> Any:
+    """Returns a matrix [out, in] as `linear` reads it, [1, out, in]. Codes have that axis."""
+    matrix = param[...]
+    return matrix if isinstance(matrix, CodedWeights) else matrix[None]
 
 
 def _param(params: dict[str, Any], key: str) -> nnx.Param | None:

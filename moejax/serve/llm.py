@@ -21,7 +21,7 @@ from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
 from host_offload.simulate.auto import describe_choice
 from moejax.cache import use_compilation_cache
-from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.load import load_checkpoint, require_predictor
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.read_ahead import read_ahead
 from moejax.checkpoints.versions import has_versions, with_versions
@@ -128,6 +128,9 @@ class LLM:
         if options.memory.store.name != "file":
             read_ahead(str(directory))
         settings = settings.of_model(record_version(directory))
+        speculation = options.runtime.speculative_config
+        if speculation is not None and speculation.method == "mtp":
+            require_predictor(directory)
         sampling = sampling_defaults(directory, options.model.generation_config)
         self._sampling, self._notes = SamplingParams(**sampling), describe_defaults(sampling)
         self._start.end("backend")
@@ -618,6 +621,7 @@ def _start_drafter(options: Config) -> LLM | None:
             max_num_batched_tokens=PREFILL_CHUNK,
             device=runtime.device,
             threads=runtime.threads,
+            ops=runtime.ops,
             progress=runtime.progress,
             speculative_config=Speculation(),  # so that rows may be of one sequence
         )

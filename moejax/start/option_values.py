@@ -172,7 +172,10 @@ read_driver = reads(
 )
 
 
-PREDICTED = ("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp")
+PREDICTED = (
+    *("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
 """Names of the method "mtp" in vLLM. They mean the same: the checkpoint says what its layer is."""
 
 

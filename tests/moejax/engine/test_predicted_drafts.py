@@ -74,16 +74,42 @@ def test_drafts_of_its_own_layer_change_no_bit(family, kv, tmp_path, monkeypatch
         accepted = drafts.counts["accepted"]
         assert same_bits(pair.run(drafts), pair.plain)
         assert drafts.counts["accepted"] > accepted + 10
+        _asks_before_the_next_step(llm, monkeypatch)
 
 
-def test_a_model_without_such_a_layer_says_what_works():
+def _asks_before_the_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without drafts run ahead: what the layer reads of one is asked for before the next one
+    is dispatched, and would be behind it otherwise."""
+    runner, normalise = llm.engine.runner, predicted_drafts._normalise
+    calls, behind = {"asked": 0, "decode": 0}, []
+
+    def ask(*given):
+        calls["asked"] += 1
+        return normalise(*given)
+
+    def decode(*given, decode=runner.decode, **options):
+        behind.append(calls["decode"] - calls["asked"])
+        calls["decode"] += 1
+        return decode(*given, **options)
+
+    monkeypatch.setattr(predicted_drafts, "_normalise", ask)
+    monkeypatch.setattr(runner, "decode", decode)
+    monkeypatch.setattr(llm.engine.drafts, "length", lambda requests: 0)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.generate([[*range(5, 25)]], params, use_tqdm=False)
+    assert len(behind) > 10 and {*behind} == {behind[0]}
+
+
+def test_a_model_without_such_a_layer_says_what_works(monkeypatch):
+    """Before its weights are read."""
+    monkeypatch.setattr(LLM, "_load", None)
     why = r"no layer that predicts a further token .*; use method ngram or draft_model"
     with pytest.raises(UserError, match=why):
         LLM("demo", speculative_config=MTP, progress=False, **LIMITS)
 
 
 def test_names_are_those_of_vllm_and_other_checkpoints_say_why_not(tmp_path):
-    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"):
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"):
         found = read_speculation({"method": method})
         assert (found.method, found.num_speculative_tokens, found.model) == ("mtp", 1, None)
     assert read_speculation(MTP).num_speculative_tokens == 2
