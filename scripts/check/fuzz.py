@@ -471,6 +471,8 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
                 if steps > MOST_STEPS:
                     raise Fault(f"{len(workload.live())} requests have not ended")
         engine.drain()
+        if conditions.drafts is not None and engine.drafts is None:
+            raise Fault("drafts failed and were turned off; the log says where")
         if engine.drafts is not None:
             counts.update({f"drafts: {name}": n for name, n in engine.drafts.counts.items()})
         if engine.control is not None:
