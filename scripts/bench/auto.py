@@ -407,24 +407,31 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         loads = [load for load in loads if (link, memory, load) not in kept]
         if not loads:
             continue
-        with LLM(
-            args.model,
-            policy="auto",
-            memory=memory,
-            transfers=f"queue,rate={link}",
-            max_num_seqs=32,
-            max_model_len=args.context,
-            enable_prefix_caching=False,
-            progress=False,
-        ) as llm:
-            begin(llm, auto_of(llm))
-            llm.engine.runner.wait_compiled(everything=True)
-            every = phases_of("shift", args.context, args.tokens)[:3]
-            run_load(llm, [(count, length, 4) for count, length, _ in every])
+        with opened(args, link, memory) as llm:
             for load in loads:
                 row = {"link": link, "memory": memory, "load": load, **measure(llm, load, args)}
                 log_to(args.keep, {"cell": [link, memory, load], "of": of, **row})
                 yield row
+
+
+@contextmanager
+def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
+    """An engine whose programs are compiled."""
+    with LLM(
+        args.model,
+        policy="auto",
+        memory=memory,
+        transfers=f"queue,rate={link}",
+        max_num_seqs=32,
+        max_model_len=args.context,
+        enable_prefix_caching=False,
+        progress=False,
+    ) as llm:
+        begin(llm, auto_of(llm))
+        llm.engine.runner.wait_compiled(everything=True)
+        every = phases_of("shift", args.context, args.tokens)[:3]
+        run_load(llm, [(count, length, 4) for count, length, _ in every])
+        yield llm
 
 
 def kept_rows(path: Path | None) -> list[dict[str, Any]]:

@@ -204,18 +204,21 @@ def test_mutants_are_found(mutant, monkeypatch):
         check()
 
 
-@pytest.mark.parametrize(("cells", "rows"), [(12, 1), (6, 5), (3, 20)])
-def test_shadows_choose_as_the_device(cells, rows):
+@pytest.mark.parametrize(
+    ("cells", "rows", "experts"),
+    [(12, 1, EXPERTS), (6, 5, EXPERTS), (3, 20, EXPERTS), (12, 3, 1100)],
+)
+def test_shadows_choose_as_the_device(cells, rows, experts):
     """Also where cells are too few for a step, and after cells were taken and given."""
     rng, every = np.random.default_rng(cells), [EVICTION[arm] for arm in auto.EVICTIONS]
-    pagers = [Pager(cold_tables(np.full(LAYERS, cells), EXPERTS)) for _ in every]
+    pagers = [Pager(cold_tables(np.full(LAYERS, cells), experts)) for _ in every]
     for pager, weights in zip(pagers, every, strict=True):
         pager.set_tables({"victim_weights": np.array(weights)})
-    shadows, often = cold_shadows(every, [cells] * LAYERS, EXPERTS), rng.dirichlet([0.5] * EXPERTS)
+    shadows, often = cold_shadows(every, [cells] * LAYERS, experts), rng.dirichlet([0.5] * experts)
     for _ in range(80):
-        active = np.zeros((LAYERS, EXPERTS), bool)
+        active = np.zeros((LAYERS, experts), bool)
         for layer, _ in np.ndindex(LAYERS, rows):
-            active[layer, rng.choice(EXPERTS, 3, replace=False, p=often)] = True
+            active[layer, rng.choice(experts, 3, replace=False, p=often)] = True
         shadows, missed = shadows.follow(active)
         for arm, pager in enumerate(pagers):
             found = pager.reference(active)
