@@ -14,7 +14,7 @@ from tests.moejax.transformers_models import random_model, separate_experts, sta
 Tensors = dict[str, Any]
 
 
-def _quantize_fp8(weight: Any) -> tuple[Tensors, Any]:
+def quantize_fp8(weight: Any) -> tuple[Tensors, Any]:
     """DeepSeek's blocks, here of 32 rows and 16 columns, with a short last one where they end."""
     import torch
 
@@ -155,7 +155,7 @@ _BLOCKS = {
     "weight_block_size": [32, 16],
 }
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[Tensors, Any]]]] = {
-    "fp8-16x32-f32": (_BLOCKS, _quantize_fp8),
+    "fp8-16x32-f32": (_BLOCKS, quantize_fp8),
     "fp4-32-e8m0": _compressed(
         "mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32
     ),

@@ -3,6 +3,7 @@ without drafts, and the layer computes what a reference does."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from moejax.models.config import parse_config
 from moejax.models.next_token import predictor_of
 from moejax.start.build import _drafts
 from moejax.start.option_values import read_speculation
+from pallas_kernels.linear import CodedWeights
 from tests.moejax.engine.scenes import LIMITS, open_llm, same_bits
 from tests.moejax.engine.test_drafts import Pair
 from tests.moejax.models.families import config_of
 from tests.moejax.predictors import published, write_predicted
+from tests.moejax.quantized_models import quantize_fp8
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
 
@@ -122,6 +125,32 @@ def test_names_are_those_of_vllm_and_other_checkpoints_say_why_not(tmp_path):
     convert(model, tmp_path / "converted")
     with pytest.raises(UserError, match=r"only checkpoints of safetensors .* this is moejax-orbax"):
         load_checkpoint(tmp_path / "converted", predictor=True)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_its_projection_stays_in_codes(tmp_path):
+    """Where the checkpoint has it in FP8, as other matrices of products."""
+    from safetensors.torch import load_file, save_file
+
+    model = write_predicted(tmp_path / "m", "DeepseekV3ForCausalLM")
+    path, config = model / "model.safetensors", json.loads((model / "config.json").read_text())
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("eh_proj.weight"))
+    found, _ = quantize_fp8(tensors.pop(name).float())
+    save_file(tensors | {name.replace("weight", part): each for part, each in found.items()}, path)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 16]}
+    (model / "config.json").write_text(json.dumps(config))
+    coded, whole = (
+        load_checkpoint(model, predictor=True, coded=coded).params["eh_proj"]
+        for coded in (True, False)
+    )
+    assert isinstance(coded, CodedWeights)
+    assert np.array_equal(np.asarray(coded.decode())[0], np.asarray(whole))
+    with open_llm(model, speculative_config=MTP, max_num_seqs=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        llm.generate([[*range(5, 25)]], params, use_tqdm=False)
+        assert llm.stats()["speculation"]["accepted_tokens"] > 4
 
 
 # ---- against transformers' layers
