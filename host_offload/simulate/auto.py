@@ -320,7 +320,8 @@ class Auto:
             return None
         if not self.bare:
             state = self._watch_kv(state, glance)
-        state = state._replace(seconds=math.nan)
+        if not math.isnan(state.seconds):
+            state = state._replace(seconds=math.nan)
         return self._wait(state, glance.rows, glance.missed) if glance.decode else state
 
     def active(self, state: Watched) -> frozenset[Moment]:
@@ -409,10 +410,10 @@ class Auto:
         the load has changed."""
         before, lately, change = state.missed
         lately += (missed - lately) / LATELY
-        if abs(lately - before) > change or _differ(rows, state.rows):
-            state = state._replace(rest=1)
-        state = state._replace(rest=state.rest - 1, missed=(before, lately, change))
-        if state.rest:
+        changed = abs(lately - before) > change or _differ(rows, state.rows)
+        rest = 0 if changed else state.rest - 1
+        state = state._replace(rest=rest, missed=(before, lately, change))
+        if rest:
             return state
         return state._replace(fresh=0 if self.ahead else -self.window, carried=0)
 
@@ -428,6 +429,8 @@ class Auto:
         get or lose their slots, shared evenly by the layers."""
         first, before = state.kv_pages
         held, pages = seen.kv_used + seen.kv_swapped, seen.kv_pages
+        if pages == before and held <= state.peaks[-1]:
+            return state
         peaks = (*state.peaks[:-1], max(state.peaks[-1], held))
         state = state._replace(peaks=peaks, kv_pages=(pages if first < 0 else first, pages))
         if before in (-1, pages) or "cells" in self.writes:
@@ -507,8 +510,10 @@ class Auto:
             choices=state.choices + 1,
         )
         if arm == state.arm:
-            least = min(prices.step_s) < prices.step_s[arm] * (1 - self.margin)
-            doubtful = least and windows < KEPT and not self.ahead
+            # While windows follow at once, steps must not lose more than another arm may gain.
+            gain = prices.step_s[arm] - min(prices.step_s)
+            least = max(prices.step_s[arm] * self.margin, WATCH_S)
+            doubtful = gain > least and windows < KEPT and not self.ahead
             if windows >= EAGER and not doubtful:
                 state = self._rest(state, window)
             return state, decision

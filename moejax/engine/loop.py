@@ -17,6 +17,7 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Policy, Spec
+from host_offload.control.step_record import LinkUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
 from moejax.engine.control import StepHooks, control_of, layer_hooks
@@ -609,8 +610,9 @@ class Engine:
             control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return
-        use = page_use(self.scheduler, self.runner.link_use())
         needs = None if self.tracer is not None or control is None else control.controller.needs
+        linked = needs is None or not needs.isdisjoint(LinkUse._fields)
+        use = page_use(self.scheduler, self.runner.link_use() if linked else None)
         record = step_record(step, self.runner, results, now, touched, use, needs)
         if control is not None:
             control.after_read(record, needed=asked)
