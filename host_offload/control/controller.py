@@ -483,7 +483,7 @@ class Controller:
     # ---- asking
 
     def _ask_all(self, shown: Shown) -> None:
-        for seat in self._seats:
+        for seat in self._seats if shown.moment in self.moments else ():
             if shown.moment in seat.active:
                 self._ask(seat, shown)
 

@@ -7,6 +7,7 @@ model's dtype; a 32-bit value takes two elements, so a float32 weight row takes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -139,7 +140,7 @@ class SlotLayout:
     def hidden(self) -> int:
         return self.records[0].hidden
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         return self.slot_rows * self.hidden * 2
 
@@ -148,7 +149,7 @@ class SlotLayout:
         """How many cells of each version one slot holds."""
         return tuple(self.slot_rows // record.rows for record in self.records)
 
-    @property
+    @functools.cached_property
     def pages_per_slot(self) -> int:
         return self.slot_bytes // self.page.nbytes
 

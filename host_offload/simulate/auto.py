@@ -50,11 +50,13 @@ KEEP = 0.5
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
-EAGER = 2
-"""Windows after a switch or a new load that follow at once."""
-WATCH_S, COST, LONGEST = 0.6e-3, 0.02, 1024
+EAGER, SHORT = 2, 10
+"""Windows after a switch or a new load that follow at once, where a step takes SHORT times as long
+as watching it; else one does."""
+WATCH_S, COST, LONGEST = 1.2e-3, 0.02, 1024
 """Seconds that a step of a window costs the host, as measured on two cores; the share of all time
-that they may cost, which decides how long no window follows; and most steps of such a rest."""
+that they may cost, which decides how long no window follows; and most steps of such a rest. Another
+number of misses ends a rest from its half on."""
 SELDOM = 7
 """Windows of a rest with a prefetch among the arms, since windows are simulated."""
 KEPT = 8
@@ -186,6 +188,8 @@ class Watched(NamedTuple):
     """Since the last switch or rest."""
     rest: int = 0
     """Decode steps until the next window begins."""
+    half: int = 0
+    """Steps left of the rest at its half."""
     rows: int = 0
     """Of the last step before a rest."""
     missed: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -313,9 +317,11 @@ class Auto:
         if len(self.arms) == 1:
             if "cells" not in self.writes:
                 return state
-            if glance.decode and state.fresh + 1 >= self.window:
-                return None
-            return self._watch_kv(state, glance)._replace(fresh=state.fresh + glance.decode)
+            state = self._watch_kv(state, glance)._replace(fresh=state.fresh + glance.decode)
+            if state.fresh < self.window:
+                return state
+            state, decision = self._fit_window(state, glance)
+            return state._replace(fresh=0) if decision.cells is None else None
         if not state.rest:
             return None
         if not self.bare:
@@ -410,12 +416,17 @@ class Auto:
         the load has changed."""
         before, lately, change = state.missed
         lately += (missed - lately) / LATELY
-        changed = abs(lately - before) > change or _differ(rows, state.rows)
+        changed = state.rest <= state.half and abs(lately - before) > change
+        changed = changed or _differ(rows, state.rows)
         rest = 0 if changed else state.rest - 1
-        state = state._replace(rest=rest, missed=(before, lately, change))
         if rest:
-            return state
-        return state._replace(fresh=0 if self.ahead else -self.window, carried=0)
+            return state._replace(rest=rest, missed=(before, lately, change))
+        return state._replace(
+            rest=0,
+            fresh=0 if self.ahead else -self.window,
+            carried=0,
+            window=() if changed else state.window,
+        )
 
     # ---- what a step says
 
@@ -443,7 +454,16 @@ class Auto:
 
     # ---- the split
 
-    def _fit_kv(self, state: Watched, seen: Observation, short: bool) -> tuple[Watched, Decision]:
+    def _fit_window(self, state: Watched, seen: Observation | Glance) -> tuple[Watched, Decision]:
+        """Fits the split at the end of a window."""
+        needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
+        state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
+        state, decision = self._fit_kv(state, seen, short=False)
+        return state._replace(peaks=(*state.peaks, 0)[-PEAKS:]), decision
+
+    def _fit_kv(
+        self, state: Watched, seen: Observation | Glance, short: bool
+    ) -> tuple[Watched, Decision]:
         """Fits the split by need to the peaks. The decision carries it out, if it is the present
         arm's."""
         division, peak = state.division, max(state.peaks)
@@ -476,10 +496,7 @@ class Auto:
         """Fits the split, prices the arms, if there are several, and chooses."""
         decision = Decision()
         if "cells" in self.writes:
-            needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
-            state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
-            state, decision = self._fit_kv(state, seen, short=False)
-            state = state._replace(peaks=(*state.peaks, 0)[-PEAKS:])
+            state, decision = self._fit_window(state, seen)
         if len(self.arms) == 1:
             return state._replace(fresh=0), decision
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
@@ -514,7 +531,8 @@ class Auto:
             gain = prices.step_s[arm] - min(prices.step_s)
             least = max(prices.step_s[arm] * self.margin, WATCH_S)
             doubtful = gain > least and windows < KEPT and not self.ahead
-            if windows >= EAGER and not doubtful:
+            eager = EAGER if prices.step_s[arm] > SHORT * WATCH_S else 1
+            if windows >= eager and not doubtful:
                 state = self._rest(state, window)
             return state, decision
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
@@ -522,19 +540,21 @@ class Auto:
 
     def _rest(self, state: Watched, window: tuple[Sample, ...]) -> Watched:
         """Returns the state at the end of a window after which none follows at once."""
-        rest = self._window * SELDOM
+        rest, window = self._window * SELDOM, window[-self.window * EAGER :]
         if not self.ahead:
             seconds = float(np.mean([sample.seconds for sample in window]))
             paid = max(COST * seconds / WATCH_S, 1e-9)  # a trace may have no times
-            rest = min(int(self.window * state.windows * (1 / paid - 1)), LONGEST)
+            watched = self.window * (state.windows + 1)  # in the first ones shadows catch up
+            rest = min(int(watched * (1 / paid - 1)), LONGEST)
         if rest < self.window:
             return state
         missed = np.array([sample.missed for sample in window])
-        mean, error = float(missed.mean()), float(missed.std()) / math.sqrt(2 * LATELY)
+        mean, spread = float(missed.mean()), float(missed.std())
+        error = spread * math.sqrt(1 / (2 * LATELY) + 1 / len(missed))
         return state._replace(
-            window=(),
             windows=0,
             rest=rest,
+            half=rest // 2,
             rows=window[-1].rows,
             missed=(mean, mean, CHANGE * error + 0.1 * mean + 0.1),
         )
@@ -655,7 +675,7 @@ def _wanted(spec: Spec, seen: Observation | Glance) -> int:
     return min(wanted, spec.max_num_seqs or wanted)
 
 
-def _pages_each(seen: Observation) -> float:
+def _pages_each(seen: Observation | Glance) -> float:
     """Returns the KV pages of a running sequence."""
     return max(seen.kv_used / max(seen.running, 1), 1.0)
 

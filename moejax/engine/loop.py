@@ -606,7 +606,7 @@ class Engine:
         """Tells policies and the tracer of a step that was read."""
         control, asked = self.control, False
         if control is not None and control.controller.may_rest:
-            glance, asked = step_glance(step, results, page_use(self.scheduler)), True
+            glance, asked = step_glance(step, results, self.scheduler), True
             control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return

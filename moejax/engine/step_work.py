@@ -19,6 +19,7 @@ from moejax.step.walk import LayerTransfers
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
+    from moejax.engine.scheduler import Scheduler
     from moejax.step.executor import Executor
 
 _NONE = np.empty(0)
@@ -210,11 +211,20 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
     return PlacedRows(place, rows)
 
 
-def step_glance(step: Step, results: Results, use: PageUse) -> Glance:
+def step_glance(step: Step, results: Results, scheduler: Scheduler) -> Glance:
     """Returns the glance of a step whose results were read."""
-    rows = step.output.logits.shape[0] if step.work.rows else 0
-    shown = (getattr(use, name) for name in Glance._fields[3:])
-    return Glance(bool(step.work.rows), rows, sum(results.totals[2:]), *shown)
+    cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
+    return Glance(
+        decode=bool(step.work.rows),
+        rows=step.output.logits.shape[0] if step.work.rows else 0,
+        missed=sum(results.totals[2:]),
+        kv_used=pages - cache.available,
+        kv_pages=pages,
+        kv_swapped=cache.swapped,
+        running=len(scheduler.running),
+        waiting=waiting.requests,
+        waiting_tokens=waiting.prompt_tokens,
+    )
 
 
 def step_record(

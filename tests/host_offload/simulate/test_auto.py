@@ -251,7 +251,7 @@ def test_fast_steps_are_seldom_watched(monkeypatch):
     assert world.arms[-1] == "lru"
     world.run(MOVED, 200)
     before, world.bucket = world.rested, 16
-    world.run(MOVED, 20)
+    world.run(MOVED, 16)
     assert world.rested - before <= 1
     alone = World(an_auto(arms=("lfu",)))
     alone.run(HOT, 30)
