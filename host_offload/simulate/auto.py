@@ -55,17 +55,17 @@ EAGER, SHORT = 2, 10
 as watching it; else one does."""
 WATCH_S, COST, LONGEST = 1.2e-3, 0.02, 1024
 """Seconds that a step of a window costs the host, as measured on two cores; the share of all time
-that they may cost, which decides how long no window follows; and most steps of such a rest. Another
-number of misses ends a rest from its half on."""
+that they may cost, which decides how long no window follows; and most steps of such a rest. A small
+change of misses ends a rest from its half on."""
 SELDOM = 7
 """Windows of a rest with a prefetch among the arms, since windows are simulated."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
-OTHER_ROWS = 4
-"""Ratio of two steps' rows by which they are of different loads."""
-LATELY, CHANGE = 16, 3.0
-"""Steps over which misses between windows are averaged, and by how many standard errors, beside a
-tenth, they change if the load does."""
+OTHER_LOAD = 4
+"""Ratio of two steps' rows or sequences by which they are of different loads."""
+LATELY, CHANGE, JUMP = 16, 3.0, 2
+"""Steps over which misses between windows are averaged; by how many standard errors, beside a
+tenth, they change if the load does; and the factor that ends a rest at once."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
@@ -123,11 +123,23 @@ def correct(
     return float(least[0]), float(least[1])
 
 
-class Sample(NamedTuple):
-    """A decode step of a window."""
+class Load(NamedTuple):
+    """What a step serves."""
 
     rows: int
     """Of its executable."""
+    running: int = 1
+    """Sequences that go on, at least 1."""
+
+    def differs(self, other: Load) -> bool:
+        """Whether it is another load than that of another step."""
+        return any(max(a, b) >= OTHER_LOAD * min(a, b) for a, b in zip(self, other, strict=True))
+
+
+class Sample(NamedTuple):
+    """A decode step of a window."""
+
+    load: Load
     seconds: float
     compute_s: float
     missed: int
@@ -190,7 +202,7 @@ class Watched(NamedTuple):
     """Decode steps until the next window begins."""
     half: int = 0
     """Steps left of the rest at its half."""
-    rows: int = 0
+    load: Load = Load(0)
     """Of the last step before a rest."""
     missed: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Misses a step: of the last window, lately, and their least change if the load changes."""
@@ -328,7 +340,11 @@ class Auto:
             state = self._watch_kv(state, glance)
         if not math.isnan(state.seconds):
             state = state._replace(seconds=math.nan)
-        return self._wait(state, glance.rows, glance.missed) if glance.decode else state
+        if not glance.decode:
+            return state
+        load = Load(glance.rows, max(glance.running, 1))
+        state, decision = self._pass(state, glance, load, glance.missed)
+        return state if decision.cells is None else None
 
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
@@ -363,9 +379,10 @@ class Auto:
         decoded = bool(seen.phase.all()) and len(seen.phase) > 0
         short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
         if state.rest:
+            decision = Decision()
             if decoded:
-                state = self._wait(state, self._rows(seen), int(seen.missed.sum()))
-            return self._fit_kv(state, seen, short) if short else (state, Decision())
+                state, decision = self._pass(state, seen, self._load(seen), int(seen.missed.sum()))
+            return self._fit_kv(state, seen, short) if short else (state, decision)
         if self.ahead and state.tables is None:  # the window begins with the next step
             return state._replace(tables=tables_of(seen)), Decision()
         fills = np.zeros(len(self.arms), np.int64)
@@ -377,8 +394,9 @@ class Auto:
         # Seconds of a step after a rest are not known; `compiled` is None in a bare step.
         if decoded and not seen.compiled and not math.isnan(took):
             state = self._add_sample(state, seen, took)
-        if short:
-            state, decision = self._fit_kv(state, seen, short)
+        if short or (decoded and state.fresh == 0 and "cells" in self.writes):
+            fit = functools.partial(self._fit_kv, short=True) if short else self._fit_window
+            state, decision = fit(state, seen)
             if decision.cells is not None:
                 return state, decision
         # Where requests wait for KV, there is little to measure and much to gain.
@@ -397,27 +415,41 @@ class Auto:
         become another one."""
         if len(self.arms) == 1:
             return state._replace(fresh=state.fresh + 1)
-        rows, missed = self._rows(seen), int(seen.missed.sum())
+        load, missed = self._load(seen), int(seen.missed.sum())
         record = record_of(seen) if self.ahead else None
         fills = np.asarray(state.carried)
-        sample = Sample(rows, took, self._compute_s(rows), missed, fills, record)
+        sample = Sample(load, took, self._compute_s(load.rows), missed, fills, record)
         if state.fresh < 0:  # the shadows are behind
             return state._replace(fresh=state.fresh + 1, carried=0)
-        if state.window and not self.ahead and _differ(rows, state.window[0].rows):
+        if state.window and not self.ahead and load.differs(state.window[0].load):
             state = state._replace(window=(), fresh=0, windows=0)
         window = (*state.window[-(KEPT * self.window - 1) :], sample)
         return state._replace(window=window, fresh=state.fresh + 1, carried=0)
 
-    def _rows(self, seen: Observation) -> int:
-        return len(seen.ids) if self.bare else seen.bucket
+    def _pass(
+        self, state: Watched, seen: Observation | Glance, load: Load, missed: int
+    ) -> tuple[Watched, Decision]:
+        """Passes a decode step between windows. The split is fitted as often as within them, and to
+        another load at once."""
+        state = self._wait(state, load, missed)
+        if "cells" not in self.writes:
+            return state, Decision()
+        if state.rest:
+            state = state._replace(fresh=(state.fresh + 1) % self.window)
+        return (state, Decision()) if state.fresh > 0 else self._fit_window(state, seen)
 
-    def _wait(self, state: Watched, rows: int, missed: int) -> Watched:
+    def _load(self, seen: Observation) -> Load:
+        return Load(len(seen.ids)) if self.bare else Load(seen.bucket, max(seen.running, 1))
+
+    def _wait(self, state: Watched, load: Load, missed: int) -> Watched:
         """Returns the state after a decode step between windows. The next window begins at once if
         the load has changed."""
         before, lately, change = state.missed
         lately += (missed - lately) / LATELY
-        changed = state.rest <= state.half and abs(lately - before) > change
-        changed = changed or _differ(rows, state.rows)
+        changed = abs(lately - before) > change and (
+            state.rest <= state.half or max(lately, before) > JUMP * min(lately, before) + 1
+        )
+        changed = changed or load.differs(state.load)
         rest = 0 if changed else state.rest - 1
         if rest:
             return state._replace(rest=rest, missed=(before, lately, change))
@@ -555,7 +587,7 @@ class Auto:
             windows=0,
             rest=rest,
             half=rest // 2,
-            rows=window[-1].rows,
+            load=window[-1].load,
             missed=(mean, mean, CHANGE * error + 0.1 * mean + 0.1),
         )
 
@@ -678,11 +710,6 @@ def _wanted(spec: Spec, seen: Observation | Glance) -> int:
 def _pages_each(seen: Observation | Glance) -> float:
     """Returns the KV pages of a running sequence."""
     return max(seen.kv_used / max(seen.running, 1), 1.0)
-
-
-def _differ(rows: int, before: int) -> bool:
-    """Whether steps of so many rows are of different loads."""
-    return max(rows, before) >= OTHER_ROWS * min(rows, before)
 
 
 def _is_short(state: Watched, seen: Observation | Glance) -> bool:
