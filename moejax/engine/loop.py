@@ -26,7 +26,7 @@ from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.engine.resize import ArenaResizer, cells_of, check_grant, check_one_version, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.statistics import Statistics, page_use
+from moejax.engine.statistics import Statistics, page_use, step_glance
 from moejax.engine.step_work import (
     Draft,
     Guess,
@@ -34,7 +34,6 @@ from moejax.engine.step_work import (
     Step,
     placed_rows,
     prefill_batch,
-    step_glance,
     step_record,
 )
 from moejax.errors import OutOfKV, UserError, as_user_error, fallbacks, shown
@@ -606,7 +605,9 @@ class Engine:
         """Tells policies and the tracer of a step that was read."""
         control, asked = self.control, False
         if control is not None and control.controller.may_rest:
-            glance, asked = step_glance(step, results, self.scheduler), True
+            decode, missed, asked = bool(step.work.rows), sum(results.totals[2:]), True
+            rows = step.output.logits.shape[0] if decode else 0
+            glance = step_glance(decode, rows, missed, self.scheduler)
             control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.step_record import LinkUse, PageUse
+from host_offload.control.step_record import Glance, LinkUse, PageUse
 from host_offload.control.window import PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.layout import SlotLayout
@@ -218,6 +218,22 @@ def page_use(scheduler: Scheduler, link: LinkUse | None = None) -> PageUse:
         waiting=scheduler.totals.requests,
         waiting_tokens=scheduler.totals.prompt_tokens,
         **({} if link is None else link._asdict()),
+    )
+
+
+def step_glance(decode: bool, rows: int, missed: int, scheduler: Scheduler) -> Glance:
+    """Returns the glance of a step that was read."""
+    cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
+    return Glance(
+        decode,
+        rows,
+        missed,
+        kv_used=pages - cache.available,
+        kv_pages=pages,
+        kv_swapped=cache.swapped,
+        running=len(scheduler.running),
+        waiting=waiting.requests,
+        waiting_tokens=waiting.prompt_tokens,
     )
 
 

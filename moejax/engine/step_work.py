@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from host_offload.control.step_record import SEEN, Glance, PageUse, StepRecord, StepRows
+from host_offload.control.step_record import SEEN, PageUse, StepRecord, StepRows
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
@@ -19,7 +19,6 @@ from moejax.step.walk import LayerTransfers
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
-    from moejax.engine.scheduler import Scheduler
     from moejax.step.executor import Executor
 
 _NONE = np.empty(0)
@@ -209,22 +208,6 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
         phase=np.full(len(place), phase, np.uint8),
     )
     return PlacedRows(place, rows)
-
-
-def step_glance(step: Step, results: Results, scheduler: Scheduler) -> Glance:
-    """Returns the glance of a step whose results were read."""
-    cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
-    return Glance(
-        decode=bool(step.work.rows),
-        rows=step.output.logits.shape[0] if step.work.rows else 0,
-        missed=sum(results.totals[2:]),
-        kv_used=pages - cache.available,
-        kv_pages=pages,
-        kv_swapped=cache.swapped,
-        running=len(scheduler.running),
-        waiting=waiting.requests,
-        waiting_tokens=waiting.prompt_tokens,
-    )
 
 
 def step_record(
