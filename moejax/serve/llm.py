@@ -117,7 +117,7 @@ class LLM:
             options.runtime.device,
             options.runtime.threads,
             kernels=bool({"auto", *KERNELS} & {*settings.ops.values()}),
-            arrays=estimate_arrays(settings),
+            arrays=(*estimate_arrays(settings), *_estimate_drafter(options)),
             kept=options.memory.swap_space,
         )
         let_children_end()
@@ -607,12 +607,33 @@ def _start_drafter(options: Config) -> LLM | None:
     for; None if the options name none. Its memory is its own. Also the checkpoint's own layer that
     predicts further tokens is a model of its own: it then has all that models have, for every
     device and kind of checkpoint, and shares no page, cell or count with the model."""
+    if (own := _drafter_options(options)) is None:
+        return None
+    drafter = LLM.__new__(LLM)
+    drafter._begin(own, predictor=_drafts_itself(options))
+    return drafter
+
+
+def _estimate_drafter(options: Config) -> tuple[int, ...]:
+    """Returns the bytes of the draft model's arrays of experts, as estimate_arrays does."""
+    if (own := _drafter_options(options)) is None:
+        return ()
+    return estimate_arrays(settings_of(own), layers=1 if _drafts_itself(options) else None)
+
+
+def _drafts_itself(options: Config) -> bool:
+    """Whether a layer of the checkpoint drafts."""
+    speculation = options.runtime.speculative_config
+    return speculation is not None and speculation.method == "mtp"
+
+
+def _drafter_options(options: Config) -> Config | None:
+    """Returns the options of the model that drafts; None if there is none."""
     runtime = options.runtime
     if runtime.speculative_config is None or runtime.speculative_config.method == "ngram":
         return None
-    if runtime.speculative_config.method == "mtp":
-        drafter = LLM.__new__(LLM)
-        same = Config.of(
+    if _drafts_itself(options):
+        return Config.of(
             options.model.model,
             dtype=options.model.dtype,
             tokenizer=options.model.tokenizer,
@@ -625,10 +646,8 @@ def _start_drafter(options: Config) -> LLM | None:
             progress=runtime.progress,
             speculative_config=Speculation(),  # so that rows may be of one sequence
         )
-        drafter._begin(same, predictor=True)
-        return drafter
     assert runtime.speculative_config.model is not None
-    return LLM(
+    return Config.of(
         runtime.speculative_config.model,
         max_model_len=options.model.max_model_len,
         max_num_seqs=runtime.max_num_seqs,

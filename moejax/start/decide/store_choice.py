@@ -79,10 +79,13 @@ def by_copies(settings: Settings, platform: str) -> Settings | None:
     return found
 
 
-def estimate_arrays(settings: Settings) -> tuple[int, ...]:
+def estimate_arrays(settings: Settings, layers: int | None = None) -> tuple[int, ...]:
     """Returns the bytes of each array of experts that a start may allocate in pinned memory, in
     that order, by the model's config alone, or those of the cache of experts in files; () if
-    neither says it."""
+    neither says it.
+
+    - `layers`: how many layers with experts are loaded; None: the model's.
+    """
     store = settings.options.memory.store
     if store.name != "memory":
         return () if store.host_memory is None else (store.host_memory,)
@@ -97,5 +100,5 @@ def estimate_arrays(settings: Settings) -> tuple[int, ...]:
         records = config.slot_layout(itemsize, tuple(versions)).records
     except ValueError:  # the load says what is wrong
         return ()
-    experts = sum(config.moe_layers) * config.num_experts
+    experts = (sum(config.moe_layers) if layers is None else layers) * config.num_experts
     return tuple(record.nbytes * experts for record in records)

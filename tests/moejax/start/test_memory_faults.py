@@ -15,11 +15,14 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints import loaded_model, versions
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.device import pinned_gib
+from moejax.models.config import load_config
+from moejax.models.hub import model_directory
 from moejax.serve import llm
 from moejax.start import build as start_build
 from moejax.start.decide.store_choice import estimate_arrays
 from moejax.start.options import Config
 from moejax.start.settings import settings_of
+from tests.moejax.predictors import write_predicted
 from tests.pallas_kernels.contract import NATIVE
 
 GiB = 1 << 30
@@ -157,6 +160,27 @@ def test_the_cap_knows_what_is_made_and_what_is_cached():
     assert of() == of(precision="dense") == (dense,) and 0 < made < dense / 2
     assert of(store="file,host_memory=4MiB", driver="host", transfers="queue") == (4 << 20,)
     assert of(store="file") == ()
+
+
+class Asked(Exception):
+    """The device was asked for."""
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
+def test_the_cap_counts_the_model_that_drafts(method, tmp_path, monkeypatch):
+    def ask(*_, arrays, **__):
+        raise Asked(*arrays)
+
+    monkeypatch.setattr(llm, "select_device", ask)
+    model = write_predicted(tmp_path / "m", "DeepseekV3ForCausalLM") if method == "mtp" else "demo"
+    speculation = {"method": method} | ({"model": "demo"} if method == "draft_model" else {})
+    with pytest.raises(Asked) as asked:
+        LLM(model, speculative_config=speculation)
+    own, *drafts = asked.value.args
+    (alone,) = estimate_arrays(settings_of(Config.of(model)))
+    layers = sum(load_config(model_directory(model)).moe_layers)
+    assert own == alone and layers > 1
+    assert drafts == {"draft_model": [alone], "mtp": [alone // layers], "ngram": []}[method]
 
 
 def test_asked_for_another_way_it_is_refused(pinned_room):
