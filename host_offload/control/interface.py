@@ -11,6 +11,8 @@ k experts a token.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -150,6 +152,38 @@ class Stage(NamedTuple):
     version: int = 0
     cause: str = "prefetch"
     """Label for statistics and traces, which count bytes by cause."""
+
+
+class Stages(tuple[Stage, ...]):
+    """Many stages with one cause, also as an array: between two layers, there is no time to look at
+    hundreds one by one."""
+
+    columns: np.ndarray
+    """int64[n, 3]: layer, expert and version of each."""
+    cause: str
+
+
+def stages_at(layers: np.ndarray | int, experts: np.ndarray, cause: str) -> Stages:
+    """Returns the transfers of the experts int[n] of layers int[n], or of one layer, the most
+    urgent first."""
+    cause = sys.intern(cause)  # equal queues are equal in a pickle too
+    columns = np.zeros((len(experts), 3), np.int64)
+    columns[:, 0], columns[:, 1] = layers, experts
+    made: Any = ()
+    if len(columns):
+        most = columns.max(axis=0).tolist()
+        shape = tuple(1 << number.bit_length() for number in most[:2])
+        places = columns[:, 0] * shape[1] + columns[:, 1]
+        made = map(_every_stage(*shape, cause).__getitem__, places.tolist())
+    found = Stages(made)
+    found.columns, found.cause = columns, cause
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _every_stage(layers: int, experts: int, cause: str) -> tuple[Stage, ...]:
+    """The transfers of all experts: making one takes longer than finding it here."""
+    return tuple(Stage(layer, e, 0, cause) for layer in range(layers) for e in range(experts))
 
 
 class Transition(NamedTuple):

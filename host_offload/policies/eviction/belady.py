@@ -44,11 +44,7 @@ class Belady:
 
     def init(self, spec: Spec) -> Future:
         check_future(self.needed, spec)
-        steps, layers, experts = self.needed.shape
-        never = np.full((1, layers, experts), steps + MAX_PRIOR)
-        due = np.where(self.needed, np.arange(steps)[:, None, None], never)
-        due = np.minimum.accumulate(np.concatenate([due, never])[::-1], axis=0)[::-1]
-        return Future(due.astype(np.int32), np.zeros((layers, experts), bool))
+        return Future(next_uses(self.needed), np.zeros(self.needed.shape[1:], bool))
 
     def decide(self, state: Future, observation: Observation) -> tuple[Future, Decision]:
         step = min(observation.step, len(self.needed) - 1)
@@ -63,6 +59,16 @@ class Belady:
         prior = np.where(kept, np.maximum(MAX_PRIOR - (due - step), 1), 0)
         fill = np.where(kept, 0, -1).astype(np.int8)  # -1: read through, without a cell
         return Future(state.due, kept), Decision(prior=prior, fill_version=fill)
+
+
+def next_uses(needed: np.ndarray) -> np.ndarray:
+    """int32[T + 1, L, E]: the first step at or after each that needs the expert, of bool[T, L, E];
+    T + MAX_PRIOR: none does."""
+    steps, layers, experts = needed.shape
+    never = np.full((1, layers, experts), steps + MAX_PRIOR)
+    due = np.where(needed, np.arange(steps)[:, None, None], never)
+    due = np.minimum.accumulate(np.concatenate([due, never])[::-1], axis=0)[::-1]
+    return due.astype(np.int32)
 
 
 def belady_of(trace: Trace) -> Belady:

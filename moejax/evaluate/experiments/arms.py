@@ -29,7 +29,7 @@ from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.policies.prefetch import expertflow
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.forest import check_trainer
-from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.oracle import clairvoyant_of, oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.simulate import split_experts
 from host_offload.simulate.split_experts import HalfExperts
@@ -52,9 +52,15 @@ budget."""
 
 TRAIN, RUN = "train", "run"
 
-CONTROLS: Mapping[str, Callable[..., Policy]] = {"oracle": oracle_of, "belady": belady_of}
+BETWEEN_CONTROL = "clairvoyant"
+
+CONTROLS: Mapping[str, Callable[..., Policy]] = {
+    "oracle": oracle_of,
+    "belady": belady_of,
+    BETWEEN_CONTROL: clairvoyant_of,
+}
 """Makers of the policy of NAME=run, by name, from the trace of the very run: the prefetch and the
-eviction that know it."""
+eviction that know it, and both in one that looks between layers."""
 
 LEARNERS: Mapping[str, Callable[..., Policy | HalfExperts]] = {
     **POLICIES.fits,
@@ -229,7 +235,8 @@ class Arm:
     @property
     def needs_host(self) -> bool:
         """Whether it looks between layers."""
-        return any(policy.moments & BETWEEN_LAYERS for policy in self.policies)
+        later = any(isinstance(each, Later) and each.name == BETWEEN_CONTROL for each in self.given)
+        return later or any(policy.moments & BETWEEN_LAYERS for policy in self.policies)
 
     @property
     def in_step(self) -> bool:

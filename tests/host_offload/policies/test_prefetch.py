@@ -28,9 +28,10 @@ from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
-from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.oracle import clairvoyant_of, oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from tests.host_offload.policies.kinds import (
     EXPERTS,
@@ -44,7 +45,7 @@ from tests.host_offload.policies.kinds import (
     trace_of_kinds,
     wanted,
 )
-from tests.host_offload.traces.traces_of import rewritten
+from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -170,6 +171,26 @@ def test_an_oracle_is_of_one_run_only(trace, told, tmp_path):
     later = rewritten(tmp_path / "late", other, itertools.islice(other.step_traces(), 1, None))
     with pytest.raises(ValueError, match="lacks steps of its run"):
         oracle_of(later)
+
+
+def test_who_knows_the_run_between_layers_misses_nothing(tmp_path):
+    """Every expert is there before its router chooses it, and few more move than MIN must."""
+    rng = np.random.default_rng(0)
+    run = write_trace(tmp_path / "t", random_routing(rng, 60, LAYERS, 32, 3), 32)
+    between, steps = (
+        simulate(run, policies=[policy], driver="host", cells=9)
+        for policy in (clairvoyant_of(run), oracle_of(run))
+    )
+    assert between.misses.sum() == 0 and steps.misses.sum() > 60
+    least = min_transfers(read_references(run), 9).sum()
+    assert least <= between.transfers.sum() < min(1.25 * least, steps.transfers.sum())
+    other = trace_of_kinds(tmp_path / "other", [[0, 3]] * 3)
+    with pytest.raises(ValueError, match="step 0 did not route as the future said"):
+        simulate(
+            trace_of_kinds(tmp_path / "run", [[1, 3]] * 3),
+            policies=[clairvoyant_of(other)],
+            driver="host",
+        )
 
 
 # ---- what was learned, as a file

@@ -245,6 +245,28 @@ def test_a_converted_trace_is_routing_with_stated_costs(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_drawn_routing_is_predicted_over_a_link(tmp_path):
+    """Transfers overlap computing, so who knows the run waits least of all."""
+    given = {
+        "policies": ["lru", "layer-streaming", "oracle=run", "clairvoyant=run"],
+        "budgets": ["50%"],
+        "routing": ["qwen3-like,layers=4,experts=16,top_k=2,expert_bytes=1000000"],
+        "prompt_tokens": 8,
+        "output_tokens": 24,
+        "modes": ["predicted"],
+        "costs": "rtx3060",
+        "link_rate": ["none", "1GB/s"],
+    }
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert not found.failures
+    rows = {(r["policy"], r["driver"], r["link_rate"]): r for r in found.of_mode("predicted")}
+    linked = {place[:2]: row["tpot_p50_s"] for place, row in rows.items() if "1GB/s" in place}
+    best = linked.pop(("clairvoyant=run", "host"))
+    assert len(linked) == 4 and best < 0.9 * min(linked.values())
+    assert linked["lru", "host"] > rows["lru", "host", "none"]["tpot_p50_s"]
+    assert rows["clairvoyant=run", "host", "1GB/s"]["decode_misses"] == 0
+
+
 def test_a_finished_grid_grows(drawn, tmp_path):
     out = shutil.copytree(drawn.directory, tmp_path / "out")
     more = DRAWN | {"policies": [*DRAWN["policies"], "fifo"], "budgets": ["25%", "50%", "75%"]}
