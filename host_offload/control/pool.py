@@ -3,13 +3,12 @@ least value of all layers (global LRU and LFU; the cache of fMoE, arXiv:2502.053
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from host_offload.control.interface import Spec, StagedTransfer
 from host_offload.control.staging import Staging
-from host_offload.control.transfers import Wanted
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, HandOver, Residency
 from pallas_kernels.plan.victim import victim_key
@@ -91,11 +90,13 @@ class PooledStaging(Staging):
             self.look(step, tables, 0, None, room=False)
         # At most moments all wanted experts are resident, and no order of victims is needed. A
         # resident expert leaves the queue and stays wanted.
-        queues = {kind: tuple(queue) for kind, queue in self._queues.items()}
+        queues = {
+            kind: (queue.layer[queue.waits], queue.expert[queue.waits])
+            for kind, queue in self._queues.items()
+        }
         order: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-        def find_cell(entry: Wanted) -> int | None:
-            layer, expert, _ = entry[:3]
+        def find_cell(kind: str, layer: int, expert: int, version: int) -> int | None:
             if not order:
                 order.append((*_rank_wanted(tables, queues), self._free_to_go(tables)))
             wanted, rank, worth = order[0]
@@ -169,14 +170,13 @@ class PooledStaging(Staging):
 
 
 def _rank_wanted(
-    tables: Residency, queues: Mapping[str, Sequence[tuple[int, int]]]
+    tables: Residency, queues: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 is the most
-    urgent, _NEVER means not in a queue. Returns those of each expert, int64[L, E], and of each
-    cell's owner, int64[L, C]."""
+    """Places in queues of layers int[n] and experts int[n], by kind, the most urgent kind first: 0
+    is the most urgent, _NEVER means not in a queue. Returns those of each expert, int64[L, E], and
+    of each cell's owner, int64[L, C]."""
     wanted = np.full(tables.address.shape, _NEVER)
     for kind in [*queues][::-1]:
-        for rank, place in enumerate(queues[kind]):
-            wanted[place] = rank
+        wanted[queues[kind]] = np.arange(len(queues[kind][0]))
     held = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)
     return wanted, np.where(tables.owner >= 0, held, _NEVER)

@@ -18,6 +18,7 @@ from host_offload.control.interface import (
     Policy,
     Spec,
     Stage,
+    Stages,
     Transition,
 )
 from host_offload.control.step_record import SEEN, LayerRouting, StepRows
@@ -362,7 +363,10 @@ def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
         if not isinstance(value, tuple | list) or isinstance(value, kind):
             raise refuse(f"must be a tuple of {kind.__name__}, not {type(value).__name__}")
         limits = spec.layers, spec.experts, len(spec.version_bytes)
-        if _is_plain(value, kind, limits):
+        if isinstance(value, Stages):
+            if kind is Stage and _fits(value.columns, limits):
+                return value
+        elif _is_plain(value, kind, limits):
             return tuple(value)
         entries: dict[tuple[int, int], Any] = {}
         for entry in value:
@@ -381,6 +385,15 @@ def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
         return tuple(entries.values())
 
     return check
+
+
+def _fits(columns: np.ndarray, limits: tuple[int, int, int]) -> bool:
+    """Whether layers, experts and versions int[n, 3] lie in the limits and no expert is twice."""
+    if not len(columns):
+        return True
+    inside = columns.min() >= 0 and (columns.max(axis=0) < limits).all()
+    places = columns[:, 0] * limits[1] + columns[:, 1]
+    return bool(inside) and len({*places.tolist()}) == len(columns)
 
 
 def _is_plain(queue: Sequence, kind: type, limits: tuple[int, int, int]) -> bool:

@@ -3,14 +3,14 @@ the device decides in the end whether an entry still fits (pallas_kernels/stage/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Spec, Stage, StagedTransfer
+from host_offload.control.interface import Spec, StagedTransfer
 from host_offload.control.transfers import TransferLedger, Wanted
-from host_offload.memory.pager import rank_cells
+from host_offload.memory.pager import order_cells
 from host_offload.memory.tables import Entry, Residency
 
 
@@ -25,15 +25,37 @@ def last_used(tables: Residency) -> np.ndarray:
     return found
 
 
-def first_room(
-    order: Sequence[tuple[int, int]], taken: Collection[int], kept: Collection[int]
-) -> int | None:
-    """The first cell in that order that can be used; None: there is none.
+class CellOrder:
+    """Cells of a layer and version in the order of eviction. One that was passed over is taken, or
+    its owner is more urgent than an expert that looked for a cell, and so than all later ones:
+    nobody looks at it again.
 
-    - `taken`: cells that are already assigned.
-    - `kept`: experts that must stay.
+    - `ranks`: by kind of queue, WantedQueue.rank of the layer.
     """
-    return next((c for c, owner in order if c not in taken and owner not in kept), None)
+
+    def __init__(
+        self, tables: Residency, layer: int, version: int, ranks: Mapping[str, np.ndarray]
+    ):
+        self._cells = order_cells(tables, layer, version)
+        owner = tables.owner[layer][self._cells]
+        self._ranks = {kind: rank[owner] for kind, rank in ranks.items()}
+        self._wanted = np.maximum(*self._ranks.values()) >= 0
+        self.unwanted = iter(self._cells[~self._wanted].tolist())
+        """Free cells and those of experts in no queue."""
+        self._less: dict[str, Iterator[tuple[int, int]]] = {}
+
+    def less_urgent(self, kind: str) -> Iterator[tuple[int, int]]:
+        """The other cells that experts of a queue may take, and their owners' places in it."""
+        if kind not in self._less:
+            transition, rank = self._ranks["transitions"], self._ranks[kind]
+            # A transition is more urgent than every stage.
+            here = self._wanted & ((kind == "transitions") | (transition < 0))
+            rank = np.where(rank < 0, _LEAST_URGENT, rank)[here].tolist()
+            self._less[kind] = zip(self._cells[here].tolist(), rank, strict=True)
+        return self._less[kind]
+
+
+_LEAST_URGENT = np.iinfo(np.int32).max
 
 
 class Staging(TransferLedger):
@@ -42,17 +64,10 @@ class Staging(TransferLedger):
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log, ("transitions", "stages"))
-        self._ranks: dict[str, dict[int, dict[int, int]]] = {kind: {} for kind in self._queues}
-        """By kind and layer: expert → place in the queue as it was given, 0 the most urgent."""
 
-    def version_of(self, place: tuple[int, int], tables: Residency) -> int:
-        return int(tables.version[place]) if tables.address[place] >= 0 else -1
-
-    def versions_of(self, places: Sequence[tuple[int, int]], tables: Residency) -> list[int]:
-        if not places:
-            return []
-        at = tuple(np.array(places).T)
-        return np.where(tables.address[at] >= 0, tables.version[at], -1).tolist()
+    def versions_of(self, layer: np.ndarray, expert: np.ndarray, tables: Residency) -> np.ndarray:
+        here = tables.address[layer, expert] >= 0
+        return np.where(here, tables.version[layer, expert], -1)
 
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
         """See TransferLedger. With several versions an expert comes in the version that a miss
@@ -63,45 +78,29 @@ class Staging(TransferLedger):
             pairs = zip(queue, versions, strict=True)
             queue = [entry._replace(version=version) for entry, version in pairs if version >= 0]
         super().want(kind, queue, tables)
-        ranks = self._ranks[kind] = {}
-        for rank, (layer, expert) in enumerate(self._queues[kind]):
-            ranks.setdefault(layer, {})[expert] = rank
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
         """See Transfers. Unwanted experts are evicted first, then less urgently wanted ones."""
         taken: dict[int, set[int]] = {}
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)
-        full: set[tuple[int, int]] = set()
-        tight: set[tuple[int, int]] = set()  # no cell of an unwanted expert is left
-        orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        order: dict[tuple[int, int], CellOrder] = {}
 
-        def find_cell(entry: Wanted) -> int | None:
-            layer, expert, version = entry[:3]
-            at = layer, version
-            if at in full:
-                return None
-            if at not in orders:
-                orders[at] = rank_cells(tables, layer, version)
-            busy = taken.setdefault(layer, set())
-            transitions, stages = (
-                self._ranks[kind].get(layer, {}) for kind in ("transitions", "stages")
-            )
-            cell = None
-            if at not in tight:
-                cell = first_room(orders[at], busy, transitions.keys() | stages.keys())
-            if cell is None:  # less urgent ones leave
-                tight.add(at)
-                ranks = stages if isinstance(entry, Stage) else transitions
-                above = {} if ranks is transitions else transitions
-                mine = ranks[expert]
-                order = ((c, who) for c, who in orders[at] if c not in busy and who not in above)
-                cell = next((c for c, who in order if ranks.get(who, mine) >= mine), None)
-            if cell is None:
-                full.add(at)
-            else:
-                busy.add(cell)
-            return cell
+        def find_cell(kind: str, layer: int, expert: int, version: int) -> int | None:
+            at, busy = (layer, version), taken.setdefault(layer, set())
+            if at not in order:
+                ranks = {name: queue.rank[layer] for name, queue in self._queues.items()}
+                order[at] = CellOrder(tables, layer, version, ranks)
+            for cell in order[at].unwanted:
+                if cell not in busy:
+                    busy.add(cell)
+                    return cell
+            mine = self._queues[kind].rank[layer, expert]
+            for cell, rank in order[at].less_urgent(kind):
+                if rank >= mine and cell not in busy:
+                    busy.add(cell)
+                    return cell
+            return None
 
         return self._issue(step, tables, find_cell, between_layers=between_layers)
 
@@ -115,7 +114,7 @@ class Staging(TransferLedger):
         return {
             "precision": {
                 **self.transition_counts(),
-                "queued": len(self._queues["transitions"]),
+                "queued": self._queues["transitions"].count,
                 "hi": high,
                 "lo": int(np.sum(here)) - high,
                 "absent": int(np.sum(~here)),

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,17 @@ from host_offload.control.interface import (
     Spec,
     Stage,
     StagedTransfer,
+    Stages,
     State,
     Transition,
 )
 from host_offload.memory.tables import Copy, Entry, HandOver, Move, Residency
 
 Wanted = Stage | Transition
+
+FindCell = Callable[[str, int, int, int], int | None]
+"""(kind of the queue, layer, expert, version) → a cell for the expert; None without one, also for
+all that are less urgent. Of a queue the more urgent experts come first."""
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
 """Counts of transfers, by cause.
@@ -59,8 +64,43 @@ class Flight(NamedTuple):
     between_layers: bool
 
 
-def _is_there(entry: Wanted, have: int) -> bool:
-    return have >= 0 if isinstance(entry, Stage) else have == entry.version
+class WantedQueue:
+    """A queue of wanted transfers as it was given, and which of them still wait, in arrays: a
+    policy may want hundreds at each layer.
+
+    - `queue`: of Stage, or of Transition, no expert twice.
+    - `shape`: (L, E).
+    """
+
+    def __init__(self, queue: Sequence[Wanted], shape: tuple[int, int]):
+        self.entries = queue
+        self.cause: str | None = None
+        """The cause of every entry; None: each has its own."""
+        if isinstance(queue, Stages):
+            columns, self.cause = queue.columns, queue.cause
+        else:
+            columns = np.array([entry[:3] for entry in queue], np.int64).reshape(-1, 3)
+        self.layer, self.expert, self.version = columns.T
+        self.waits = np.ones(len(queue), bool)
+        """bool[n]: not arrived yet."""
+        self.count = len(queue)
+        """How many wait."""
+        self.rank = np.full((shape[0], shape[1] + 1), -1, np.int32)
+        """int32[L, E + 1]: place in the queue as it was given, 0 the most urgent; −1: not named. In
+        the last column, that of owner −1, nobody is."""
+        self.rank[self.layer, self.expert] = np.arange(len(queue))
+
+    def drop(self, places: np.ndarray) -> None:
+        """Removes waiting entries, int[n]."""
+        self.waits[places] = False
+        self.count -= len(places)
+
+    def arrive(self, place: tuple[int, int], version: int) -> None:
+        """Removes the entry of an expert, (layer, expert), if it waits for this version."""
+        i = self.rank[place]
+        if i >= 0 and self.waits[i] and self.version[i] == version:
+            self.waits[i] = False
+            self.count -= 1
 
 
 class TransferLedger(abc.ABC):
@@ -78,12 +118,16 @@ class TransferLedger(abc.ABC):
         """Bytes of an expert in a cell, by version and layer."""
         self._moved = [b.tolist() for b in spec.link_bytes.values()]
         """Bytes of an expert over the link, likewise; fewer if experts are decoded on the way."""
-        self._queues: dict[str, dict[tuple[int, int], Wanted]] = {kind: {} for kind in kinds}
+        shape = spec.layers, spec.experts
+        self._queues = {kind: WantedQueue((), shape) for kind in kinds}
         self.paused = False
         self.capacity: int | None = None
         """If every expert is resident: how many fit in version 0."""
         self.flying: list[Flight] = []
         self._unused: dict[tuple[int, int], Flight] = {}
+        self._since = np.full(shape, -1, np.int64)
+        """int64[L, E]: the order in which the transfers in _unused were carried out; −1: none."""
+        self._carried_out = 0
         self.finished: list[StagedTransfer] = []
         """Transfers that settled since the caller last took them. The caller clears it, and
         retired."""
@@ -95,7 +139,7 @@ class TransferLedger(abc.ABC):
     @property
     def queued(self) -> int:
         """Number of wanted transfers that have not arrived."""
-        return sum(map(len, self._queues.values()))
+        return sum(queue.count for queue in self._queues.values())
 
     @property
     def in_flight(self) -> tuple[StagedTransfer, ...]:
@@ -113,23 +157,48 @@ class TransferLedger(abc.ABC):
     # ---- what is wanted
 
     @abc.abstractmethod
-    def version_of(self, place: tuple[int, int], tables: Residency) -> int:
-        """The version in which the expert is resident; −1: absent."""
+    def versions_of(self, layer: np.ndarray, expert: np.ndarray, tables: Residency) -> np.ndarray:
+        """int[n]: the versions in which experts are resident; −1: absent.
 
-    def versions_of(self, places: Sequence[tuple[int, int]], tables: Residency) -> list[int]:
-        """version_of of each place."""
-        return [self.version_of(place, tables) for place in places]
+        - `layer`, `expert`: int[n].
+        """
 
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
         """Replaces a queue. An expert that is no longer named is cancelled, unless it is in
         flight."""
-        new = {(entry.layer, entry.expert): entry for entry in queue}
-        old, flying = self._queues[kind], self.flying_places()
-        gone = [place for place in old if place not in new and place not in flying]
-        for place, have in zip(gone, self.versions_of(gone, tables), strict=True):
-            if not _is_there(old[place], have):
-                self.count(self._cause(old[place], have), "cancelled")
+        old, new = self._queues[kind], WantedQueue(queue, self._since.shape)
         self._queues[kind] = new
+        if old.count:
+            left = np.flatnonzero(old.waits)
+            gone = left[new.rank[old.layer[left], old.expert[left]] < 0]
+            lost = self._waiting(old, gone, self.flying_places(), tables)
+            self._count_all(old, *lost, "cancelled")
+
+    def _waiting(
+        self,
+        queue: WantedQueue,
+        places: np.ndarray,
+        flying: Collection[tuple[int, int]],
+        tables: Residency,
+    ) -> tuple[list[int], list[int]]:
+        """Returns those of a queue's waiting entries int[n] that are neither resident nor in
+        flight, and the versions that these experts have. Resident ones leave the queue."""
+        if not places.size:
+            return [], []
+        have = self.versions_of(queue.layer[places], queue.expert[places], tables)
+        stages = isinstance(queue.entries[0], Stage)
+        absent = have < 0 if stages else have != queue.version[places]
+        if flying:
+            layer, expert = np.array([*flying]).T
+            rank = queue.rank[layer, expert]
+            flies = np.zeros(len(queue.entries) + 1, bool)
+            flies[rank] = True  # that of experts which are not named is the last one
+            ground = ~flies[places]
+            queue.drop(places[~absent & ground])
+            absent &= ground
+        else:
+            queue.drop(places[~absent])
+        return places[absent].tolist(), have[absent].tolist()
 
     @abc.abstractmethod
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
@@ -141,7 +210,7 @@ class TransferLedger(abc.ABC):
         self,
         step: int,
         tables: Residency,
-        find_cell: Callable[[Wanted], int | None],
+        find_cell: FindCell,
         *,
         step_bytes: float = math.inf,
         between_layers: bool = False,
@@ -155,30 +224,34 @@ class TransferLedger(abc.ABC):
             return entries
         flying = self.flying_places()
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
-        full, deferred = False, Counter[str]()
-        for queue in self._queues.values():
-            waiting = [place for place in queue if place not in flying]
-            for place, have in zip(waiting, self.versions_of(waiting, tables), strict=True):
-                entry = queue[place]
-                layer, expert, version = entry[:3]
-                if _is_there(entry, have):
-                    del queue[place]
+        full, closed = False, set[tuple[int, int]]()
+        for kind, queue in self._queues.items():
+            waiting, have = self._waiting(queue, np.flatnonzero(queue.waits), flying, tables)
+            late: list[int] = []
+            for n, i in enumerate(waiting):
+                layer, expert, version = queue.entries[i][:3]
+                if not full and (layer, version) in closed:
+                    late.append(n)
                     continue
-                size, cause = self._moved[version][layer], self._cause(entry, have)
+                size = self._moved[version][layer]
                 # A less urgent transfer does not overtake one without a place or bytes.
                 full = full or len(entries) == self.spec.stage_entries
                 full = full or size > room or (bool(entries) and size > step_bytes)
-                cell = None if full else find_cell(entry)
-                if cell is None:
-                    deferred[cause] += 1
+                if full:
+                    late += range(n, len(waiting))
+                    break
+                if (cell := find_cell(kind, layer, expert, version)) is None:
+                    closed.add((layer, version))
+                    late.append(n)
                     continue
-                flying.add(place)
+                cause = self._cause(queue, i, have[n])
+                flying.add((layer, expert))
                 room, step_bytes = room - size, step_bytes - size
                 transfer = StagedTransfer(layer, expert, version, cell, size, cause, step)
                 self.issue(transfer, len(entries), between_layers)
                 entries.append(Entry(layer, expert, version, cell))
-        for cause, waiting in deferred.items():
-            self.count(cause, "deferred", waiting)
+            late_of = [waiting[n] for n in late], [have[n] for n in late]
+            self._count_all(queue, *late_of, "deferred")
         return entries
 
     def issue(self, transfer: StagedTransfer, index: int, between_layers: bool) -> None:
@@ -186,12 +259,23 @@ class TransferLedger(abc.ABC):
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
-    def _cause(self, entry: Wanted, have: int) -> str:
-        """The cause of a transfer of an expert that is resident in version `have`."""
+    def _cause(self, queue: WantedQueue, i: int, have: int) -> str:
+        """The cause of the transfer of entry `i`, whose expert is resident in version `have`."""
+        entry = queue.entries[i]
         if isinstance(entry, Stage):
             return entry.cause
         smaller = self._bytes[entry.version][entry.layer] < self._bytes[have][entry.layer]
         return "demotion" if smaller and have >= 0 else "promotion"
+
+    def _count_all(
+        self, queue: WantedQueue, places: Sequence[int], have: Sequence[int], what: str
+    ) -> None:
+        """Counts entries of a queue, whose experts are resident in the versions `have`."""
+        if queue.cause is None:
+            for i, version in zip(places, have, strict=True):
+                self.count(self._cause(queue, i, version), what)
+        elif places:
+            self.count(queue.cause, what, len(places))
 
     # ---- what became of it
 
@@ -259,25 +343,28 @@ class TransferLedger(abc.ABC):
             self._log(transfer)
         else:
             if transfer.published < 0:
-                transfer = transfer._replace(published=transfer.issued)
+                transfer = StagedTransfer(*transfer[:7], transfer.issued)
             self.count(transfer.cause, "done")
             self.count(transfer.cause, "bytes", transfer.bytes)
             for queue in self._queues.values():
-                if place in queue and queue[place].version == transfer.version:
-                    del queue[place]
+                queue.arrive(place, transfer.version)
             if place in self._unused:
                 self._retire(self._unused.pop(place).transfer)
-            self._unused[place] = flight._replace(transfer=transfer)
+            self._unused[place] = Flight(transfer, *flight[1:])
+            self._since[place] = self._carried_out
+            self._carried_out += 1
         self.finished.append(transfer)
 
     def state(self, tables: Residency) -> np.ndarray:
         """int8[L, E], see interface.State."""
-        state = np.where(tables.address >= 0, State.RESIDENT, State.ABSENT).astype(np.int8)
+        state = (tables.address >= 0).astype(np.int8)  # ABSENT and RESIDENT
         for t in self.in_flight:
             place = t.layer, t.expert
+            layer, expert = np.array([place]).T
+            have = int(self.versions_of(layer, expert, tables)[0])
             if state[place] == State.ABSENT:
                 state[place] = State.ARRIVING
-            elif (have := self.version_of(place, tables)) != t.version:
+            elif have != t.version:
                 more = self._bytes[t.version][t.layer] > self._bytes[have][t.layer]
                 state[place] = State.PROMOTING if more else State.DEMOTING
         return state
@@ -312,16 +399,21 @@ class TransferLedger(abc.ABC):
         - `missed`: bool[L, E], those among them that were not resident.
         - `tables`: after the step.
         """
-        for place, flight in list(self._unused.items()):
+        looked = (self._since >= 0) & (active | (tables.address < 0))
+        layers, experts = np.nonzero(looked)
+        order = np.argsort(self._since[layers, experts])
+        for place in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
+            flight = self._unused[place]
             transfer, same_step = flight.transfer, flight.transfer.published == step
             # A step's list is carried out behind its experts; between layers, before some of them.
             if transfer.published > step or (same_step and not flight.between_layers):
                 continue
             if active[place] and not missed[place]:
-                transfer = transfer._replace(first_use=step)
-            elif same_step or not (active[place] or tables.address[place] < 0):
+                transfer = StagedTransfer(*transfer[:8], step)
+            elif same_step:
                 continue
             del self._unused[place]
+            self._since[place] = -1
             self._retire(transfer)
 
     def finish(self) -> None:
@@ -329,6 +421,7 @@ class TransferLedger(abc.ABC):
         for flight in self._unused.values():
             self._retire(flight.transfer)
         self._unused.clear()
+        self._since.fill(-1)
 
     def _retire(self, transfer: StagedTransfer) -> None:
         self.count(transfer.cause, "used" if transfer.first_use >= 0 else "unused")

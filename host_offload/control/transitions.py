@@ -28,7 +28,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import refuse_writes
-from host_offload.control.transfers import Flight, TransferLedger, Wanted
+from host_offload.control.transfers import Flight, TransferLedger
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Copy, Entry, Move, Residency
 
@@ -147,8 +147,8 @@ class Transitions(TransferLedger):
 
     # ---- what is wanted
 
-    def version_of(self, place: tuple[int, int], tables: Residency) -> int:
-        return int(self.version[place])
+    def versions_of(self, layer: np.ndarray, expert: np.ndarray, tables: Residency) -> np.ndarray:
+        return self.version[layer, expert]
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
         """See Transfers. Transitions do not run between layers. Old copies of steps that were read
@@ -167,8 +167,7 @@ class Transitions(TransferLedger):
             self.keep_free = self._surplus()
         waiting: set[int] = set()
 
-        def find_cell(entry: Wanted) -> int | None:
-            layer, _, version = entry[:3]
+        def find_cell(kind: str, layer: int, expert: int, version: int) -> int | None:
             if version in waiting:
                 return None
             columns = np.flatnonzero(self.cell_row[layer] < 0)

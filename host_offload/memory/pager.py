@@ -39,31 +39,31 @@ def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Re
     return tables._replace(**place(resident).contents)
 
 
+def order_cells(tables: Residency, layer: int, version: int) -> np.ndarray:
+    """int[n]: all cells of the layer and version in the order of eviction: free cells, then in the
+    order in which the layer's next reference would evict their owners (plan's order: victim key,
+    last use, expert id, cell)."""
+    cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
+    owner = tables.owner[layer][cells]
+    free = owner < 0
+    first = used = np.where(free, _NEVER_USED, tables.last_used[layer][cells])
+    recency, frequency, prior = tables.victim_weights.tolist()
+    if recency < 0 or frequency or prior:  # otherwise last use is the order, which ties have too
+        key = victim_key(
+            # The clock of the next reference, at which plan would compute it.
+            tables.clock[layer] + 1 - used if recency else np.int32(1),
+            tables.frequency[layer][owner] if frequency else np.int32(0),
+            tables.prior[layer][owner] if prior else np.zeros_like(owner),
+            tables.victim_weights,
+        )
+        first = np.where(free, _NO_KEY, key)
+    return cells[np.lexsort((owner, used, first))]
+
+
 def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
-    """(cell, owner; −1: free) of all cells of the layer and version, in the order of eviction: free
-    cells, then in the order in which the layer's next reference would evict their owners (plan's
-    order: victim key, last use, expert id, cell)."""
-    tables_of = tables.cell_row, tables.cell_version, tables.owner, tables.last_used
-    free, held = [], []
-    for cell, (row, of, owner, used) in enumerate(
-        zip(*(t[layer].tolist() for t in tables_of), strict=True)
-    ):
-        if row < 0 or of != version:
-            continue
-        if owner < 0:
-            free.append((cell, -1))
-        else:
-            held.append((used, owner, cell))
-    weights = tables.victim_weights.tolist()
-    held.sort()  # the order of last use, which ties have too
-    if held and (weights[0] < 0 or any(weights[1:])):
-        used, owners, _ = np.array(held, np.int32).T
-        # The clock of the next reference, at which plan would compute it.
-        age = tables.clock[layer] + 1 - used
-        frequency, prior = tables.frequency[layer][owners], tables.prior[layer][owners]
-        key = victim_key(age, frequency, prior, tables.victim_weights)
-        held = [held[i] for i in np.argsort(key, kind="stable").tolist()]
-    return free + [(cell, owner) for _, owner, cell in held]
+    """(cell, owner; −1: free) of the cells in order_cells' order."""
+    cells = order_cells(tables, layer, version)
+    return list(zip(cells.tolist(), tables.owner[layer, cells].tolist(), strict=True))
 
 
 class Pager:
@@ -236,32 +236,32 @@ class Pager:
         tables, staged = self.tables, set[tuple[int, int]]()
         layers, columns = tables.owner.shape
         experts = tables.address.shape[1]
-        # In Python's numbers, since each call of numpy takes as long as all of a layer's experts.
-        known: dict[int, tuple[list[int], ...]] = {}
-        busy: dict[int, list[bool]] = {}
+        # Single numbers, since each call of numpy takes as long as all of a layer's experts.
+        known: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        """Owners of a layer's cells, now and before."""
         for i, (of, expert, version, cell) in enumerate(entries):
-            limits = (of, layers), (expert, experts), (version, self.versions), (cell, columns)
-            if layer not in (None, of) or not all(0 <= value < limit for value, limit in limits):
+            if layer not in (None, of) or not (0 <= of < layers and 0 <= expert < experts):
                 continue
-            clock = int(tables.clock[of]) + int(coming is not None and of >= coming)
+            if not (0 <= version < self.versions and 0 <= cell < columns):
+                continue
+            clock = tables.clock[of] + int(coming is not None and of >= coming)
             if of not in known:
-                of_cells = tables.owner, tables.cell_row, tables.cell_version
-                known[of] = tuple(table[of].tolist() for table in (*of_cells, tables.address))
-                used = tables.last_used[of].tolist()
-                pairs = zip(known[of][0], used, strict=True)
-                busy[of] = [who >= 0 and last == clock for who, last in pairs]
-            owner, row, versions, address = known[of]
+                owners = tables.owner[of].tolist()
+                known[of] = owners, tuple(owners)
+            owner, before = known[of]
+            row, versions = tables.cell_row[of], tables.cell_version[of]
+            address = tables.address[of]
             holds = [c for c, who in enumerate(owner) if who == expert] if expert in owner else []
             has = any(versions[c] == version or (of, c) in staged for c in holds)
-            taken = busy[of][cell] or (of, cell) in staged
-            if has or taken or row[cell] < 0 or versions[cell] != version:
+            busy = before[cell] >= 0 and tables.last_used[of, cell] == clock
+            if has or busy or (of, cell) in staged or row[cell] < 0 or versions[cell] != version:
                 continue
             if (old := owner[cell]) >= 0 and address[old] == row[cell]:
-                address[old] = tables.address[of, old] = -1
+                address[old] = -1
             for c in holds:
                 owner[c] = tables.owner[of, c] = -1
             owner[cell] = tables.owner[of, cell] = expert
-            address[expert] = tables.address[of, expert] = row[cell]
+            address[expert] = row[cell]
             tables.version[of, expert] = version
             tables.last_used[of, cell] = clock - 1
             staged.add((of, cell))
@@ -270,3 +270,4 @@ class Pager:
 
 
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_NEVER_USED, _NO_KEY = np.int32(-1), np.iinfo(np.int32).min

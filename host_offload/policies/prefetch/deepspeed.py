@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, State
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State, stages_at
 from host_offload.policies.eviction.weights import LFU
-from host_offload.policies.prefetch.next_layers import stages_of
+
+ABSENT = int(State.ABSENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,5 +41,5 @@ class LayerStreaming:
         return None
 
     def decide(self, state: None, seen: Observation) -> tuple[None, Decision]:
-        order = np.argsort(seen.state[seen.layer] != State.ABSENT, kind="stable").tolist()
-        return None, Decision(stages=stages_of(seen.layer, order, "layer-streaming"))
+        order = np.argsort(seen.state[seen.layer] != ABSENT, kind="stable")
+        return None, Decision(stages=stages_at(seen.layer, order, "layer-streaming"))

@@ -25,7 +25,7 @@ from host_offload.policies.prefetch.next_layers import (
     gate_scores,
     mark_experts,
     rank_chosen,
-    stages_of,
+    stages_of_layers,
 )
 from host_offload.traces.reader import Trace
 from pallas_kernels.plan.victim import MAX_PRIOR
@@ -120,8 +120,8 @@ class ExpertFlow:
         prior = np.where(recent, np.int32(MAX_PRIOR), np.int32(0))
         for each in ahead:
             prior[each.layer, list(each.experts)] = MAX_PRIOR
-        stages = [stage for each in ahead for stage in stages_of(each.layer, [*each.experts], NAME)]
-        return state, Decision(stages=tuple(stages), prior=prior)
+        wanted = ((each.layer, each.experts) for each in ahead)
+        return state, Decision(stages=stages_of_layers(wanted, NAME), prior=prior)
 
     def _foresee(
         self, state: Foreseeing, now: Seen, layer: int, later: int, there: np.ndarray

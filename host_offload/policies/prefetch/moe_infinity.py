@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Spec,
+    Stage,
+    Stages,
+    routed_counts,
+    stages_at,
+)
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.traces.reader import Trace
 
@@ -104,7 +112,8 @@ class MoEInfinity:
         if not len(seen.request):
             return state, Decision(stages=())
         collection, layer, lengths = state.collection, seen.layer, state.lengths
-        used, predicted = state.used.copy(), np.zeros(collection.shape[1:])
+        used = state.used.copy()
+        predicted = np.zeros((collection.shape[1] - layer - 1, collection.shape[2]))
         seen_now, rows = self._see(state, seen)
         if len(collection):
             # Of the cosines only this layer's are new.
@@ -122,7 +131,7 @@ class MoEInfinity:
             for request, its, number in zip(seen_now, cosines, nearest, strict=True):
                 seen_now[request] = seen_now[request]._replace(cosines=its)
                 used[number] += 1
-                predicted += collection[number]
+                predicted += collection[number, layer + 1 :]
         state = state._replace(running={**state.running, **seen_now}, used=used)
         return state, Decision(stages=self._queue(predicted, layer))
 
@@ -140,16 +149,18 @@ class MoEInfinity:
             found[request] = Running(matrix, None if before is None else before.cosines)
         return found, shares(np.stack([one.matrix[seen.layer] for one in found.values()]))
 
-    def _queue(self, likely: np.ndarray, now: int) -> tuple[Stage, ...]:
-        """The `limit` most urgent experts of float[L, E] after layer `now`, equal ones by layer and
-        expert; 0 is not wanted."""
-        layers, experts = likely.shape
-        ahead = np.arange(now + 1, layers)[:, None] - now
-        wanted = (likely[now + 1 :] * (1 - ahead / (layers + 1))).ravel()
+    def _queue(self, likely: np.ndarray, now: int) -> Stages:
+        """The `limit` most urgent experts of the layers after `now`, float[L − now − 1, E], equal
+        ones by layer and expert; 0 is not wanted."""
+        later, experts = likely.shape
+        ahead = np.arange(1, later + 1)[:, None]
+        wanted = (likely * (1 - ahead / (later + now + 2))).ravel()
         places = np.flatnonzero(wanted)
+        if len(places) > self.limit:  # those that can be among the first, so that few are sorted
+            cut = len(wanted) - self.limit
+            places = np.flatnonzero(wanted >= np.partition(wanted, cut)[cut])
         first = places[np.argsort(-wanted[places], kind="stable")[: self.limit]]
-        stages = every_stage(layers, experts, NAME)
-        return tuple(map(stages.__getitem__, (first + (now + 1) * experts).tolist()))
+        return stages_at(first // experts + now + 1, first % experts, NAME)
 
     def _collect(self, state: Traced, **changes: Any) -> Traced:
         """The state with a changed collection."""
@@ -179,12 +190,6 @@ class MoEInfinity:
         lengths = state.lengths.copy()
         collection[place], lengths[place], used[place] = new[0], row_lengths(new)[0], 1
         return self._collect(state, collection=collection, lengths=lengths, used=used)
-
-
-@functools.lru_cache(maxsize=8)
-def every_stage(layers: int, experts: int, cause: str) -> tuple[Stage, ...]:
-    """The transfers of all experts: making one takes longer than finding it here."""
-    return tuple(Stage(layer, expert, 0, cause) for layer, expert in np.ndindex(layers, experts))
 
 
 def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Spec,
+    Stages,
+    stages_at,
+)
 from host_offload.policies.prefetch.fitted import Fitted
 from pallas_kernels.cpu.rows import multiply_few
 
@@ -172,24 +178,22 @@ class LayerPredictor(abc.ABC):
                 found = found[last_rows(seen.request, seen.position)]
             experts = rank_chosen(found, state.top_k)
             ahead = (*ahead, (later, tuple(experts)))
-        stages = (
-            stage
-            for later, experts in ahead
-            for stage in stages_of(later % state.layers, experts, cause)
+        return state._replace(ahead=ahead), Decision(
+            stages=stages_of_layers(((x % state.layers, experts) for x, experts in ahead), cause)
         )
-        return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
     @abc.abstractmethod
     def scores(self, own: Mapping[str, np.ndarray], seen: Observation) -> np.ndarray:
         """Scores float32[N, E] of the later layer, by this layer's arrays."""
 
 
-def stages_at(layers: np.ndarray, experts: np.ndarray, cause: str) -> tuple[Stage, ...]:
-    """Transfers of the experts int[n] of layers int[n], the most urgent first."""
-    places = layers.tolist(), experts.tolist()
-    return tuple(map(Stage, *places, repeat(0), repeat(cause)))
-
-
-def stages_of(layer: int, experts: Sequence[int], cause: str) -> tuple[Stage, ...]:
+def stages_of(layer: int, experts: Sequence[int], cause: str) -> Stages:
     """Transfers of experts of one layer, the most urgent first."""
-    return tuple(map(Stage, repeat(layer), experts, repeat(0), repeat(cause)))
+    return stages_at(layer, np.array(experts, np.int64), cause)
+
+
+def stages_of_layers(wanted: Iterable[tuple[int, Sequence[int]]], cause: str) -> Stages:
+    """Transfers of (layer, its experts), the most urgent first."""
+    places = [(layer, expert) for layer, experts in wanted for expert in experts]
+    layers, experts = np.array(places, np.int64).reshape(-1, 2).T
+    return stages_at(layers, experts, cause)

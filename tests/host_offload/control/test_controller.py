@@ -18,12 +18,21 @@ from host_offload.control.interface import (
     Moment,
     Stage,
     StagedTransfer,
+    Transition,
+    stages_at,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import first_room
+from host_offload.control.staging import Staging
 from host_offload.control.step_record import LinkUse, StepRows
-from host_offload.memory.pager import rank_cells
-from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
+from host_offload.memory.pager import order_cells
+from host_offload.memory.tables import (
+    Entry,
+    Residency,
+    cold_tables,
+    empty_tables,
+    read_snapshot,
+    snapshot,
+)
 from host_offload.policies.eviction.eviction_names import EVICTION
 from pallas_kernels.plan import Tables, plan
 from tests.host_offload.control.policy_runs import (
@@ -264,12 +273,8 @@ def test_a_wrong_formula_would_be_noticed():
     for active in ({0}, {1}):
         pager.reference(active, (1, 0, 0))
     tables = Residency(*tables_of([pager], (1, 0, 0)))
-    order = rank_cells(tables, 0, 0)
-    assert first_room(order, (), ()) == 0
-    other = rank_cells(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)
-    assert first_room(other, (), ()) == 1
-    assert first_room(order, {0}, ()) == first_room(order, (), {0}) == 1
-    assert first_room(order, {0}, {1}) is None
+    assert order_cells(tables, 0, 0)[0] == 0
+    assert order_cells(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)[0] == 1
 
 
 # ---- staging
@@ -417,6 +422,92 @@ def test_lists_stay_legal_under_lag(tmp_path_factory, seed, age, cells):
         assert total["issued"] == total["done"] + total["skipped"]
         assert total["done"] == total["used"] + total["unused"]
         assert total["bytes"] == 100 * total["done"]
+
+
+def listed_by_the_rule(staging, tables, queues) -> list[Entry]:
+    """The next list, entry by entry. queues: of Transition and of Stage, as they were given."""
+    told, flying = staging.spec, {(t.layer, t.expert) for t in staging.in_flight}
+    taken = {(t.layer, t.cell) for t in staging.in_flight}
+    room = told.staging_bytes - sum(t.bytes for t in staging.in_flight)
+    ranks = [{(e.layer, e.expert): i for i, e in enumerate(queue)} for queue in queues]
+    found: list[Entry] = []
+    for kind, queue in enumerate(queues):
+        for entry in queue:
+            layer, expert, version = entry[:3]
+            have = tables.version[layer, expert] if tables.address[layer, expert] >= 0 else -1
+            if (layer, expert) in flying or (have == version if kind == 0 else have >= 0):
+                continue
+            size = (100, 40)[version]
+            if len(found) == told.stage_entries or size > room:
+                return found
+            place = layer, expert
+            cells = [
+                (c, (layer, int(tables.owner[layer, c])))
+                for c in order_cells(tables, layer, version).tolist()
+                if (layer, c) not in taken
+            ]
+            unwanted = [c for c, who in cells if who not in ranks[0] and who not in ranks[1]]
+            above = ranks[0] if kind else {}
+            less = [
+                c
+                for c, who in cells
+                if who not in above and ranks[kind].get(who, 99) >= ranks[kind][place]
+            ]
+            if not (unwanted or less):
+                continue
+            cell = (unwanted or less)[0]
+            taken.add((layer, cell))
+            flying.add(place)
+            room -= size
+            found.append(Entry(layer, expert, version, cell))
+    return found
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_lists_are_those_of_the_rule(seed):
+    """Queues of changes and of stages, in arrays or one by one, in two versions, with transfers in
+    flight: the most urgent first, into cells of unwanted experts, then of less urgent ones."""
+    rng = np.random.default_rng(seed)
+    experts, cells = 12, 7
+    sizes = {"dense": np.array([100, 100]), "small": np.array([40, 40])}
+    told = spec(
+        experts=experts,
+        version_bytes=sizes,
+        cell_bound=cells,
+        stage_entries=int(rng.integers(1, 9)),
+        staging_bytes=int(rng.integers(100, 1200)),
+    )
+    tables = cold_tables(np.full((LAYERS, 2), (4, 3)), experts, rng.integers(0, 2, 3), cells)
+    for layer in range(LAYERS):
+        owners = rng.permutation(experts)[:cells]
+        owners[rng.random(cells) < 0.2] = -1
+        tables.owner[layer] = owners
+        held = owners >= 0
+        tables.address[layer, owners[held]] = tables.cell_row[layer, held]
+        tables.version[layer, owners[held]] = tables.cell_version[layer, held]
+    for table in (tables.last_used, tables.frequency, tables.prior):
+        table[:] = rng.integers(0, 4, table.shape)
+    tables.fill_version[:] = rng.integers(0, 2, tables.fill_version.shape)
+    tables.clock[:] = 4
+    staging = Staging(told, lambda transfer: None)
+
+    def places() -> np.ndarray:
+        chosen = rng.permutation(LAYERS * experts)[: rng.integers(16)]
+        return np.stack(np.divmod(chosen, experts))
+
+    for step in range(3):
+        changes = [Transition(*place, int(rng.integers(2))) for place in places().T.tolist()]
+        layer, expert = places()
+        stages = stages_at(layer, expert, "x")
+        places_of = zip(layer.tolist(), expert.tolist(), strict=True)
+        assert stages == tuple(Stage(*place, cause="x") for place in places_of)
+        filled = tables.fill_version[layer, expert].tolist()
+        wanted = [one._replace(version=v) for one, v in zip(stages, filled, strict=True)]
+        staging.want("transitions", changes, tables)
+        staging.want("stages", stages if rng.random() < 0.5 else [*stages], tables)
+        expected = listed_by_the_rule(staging, tables, (changes, wanted))
+        assert staging.entries(step, tables) == expected
 
 
 def test_a_snapshot_reads_back_as_the_tables():

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation, Spec, State
-from host_offload.control.staging import first_room
 from host_offload.memory.pager import rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
@@ -140,8 +139,8 @@ def test_fate_evicts_by_arc(told):
         tables.last_used[layer, : len(owners)] = rng.integers(0, 9, len(owners))
         taken: list[int] = []
         for expert in (unknown, *order):
-            cell = first_room(rank_cells(tables, layer, 0), taken, ())
-            assert cell is not None and tables.owner[layer, cell] == expert
+            cell = next(c for c, _ in rank_cells(tables, layer, 0) if c not in taken)
+            assert tables.owner[layer, cell] == expert
             taken.append(cell)
 
 

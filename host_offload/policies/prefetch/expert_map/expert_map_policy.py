@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Spec,
+    Stages,
+    stages_at,
+)
 from host_offload.policies.prefetch.expert_map.map_matcher import (
     IN_STEP,
     AsynchronousMatcher,
@@ -23,7 +30,6 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     with_rows,
 )
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
-from host_offload.policies.prefetch.next_layers import stages_at
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
@@ -204,7 +210,7 @@ def covering_maps(layers: int, experts: int) -> dict[str, int]:
     return {"75%": 2 * count, "98%": math.ceil(count * math.log(count) / 2)}
 
 
-def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
+def _queue(wanted: np.ndarray, now: int) -> Stages:
     """The wanted experts of later layers, the largest probability over distance first (section
     4.5), equal ones by layer and expert."""
     layer, expert = np.nonzero(wanted)

@@ -289,7 +289,6 @@ def test_the_page_needs_nothing_else(records, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.browser
-@pytest.mark.slow
 def test_wide_tables_scroll_inside_their_box_on_a_phone(records, tmp_path):
     from playwright.sync_api import sync_playwright
 
