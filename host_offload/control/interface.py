@@ -205,6 +205,9 @@ class MapSearch:
     """How many layers ahead maps predict (d)."""
     pooled: bool = False
     """Whether fetched experts may take cells of other layers."""
+    most: int | None = None
+    """Most transfers after a layer, those of the largest probability over distance among all layers
+    to come; None: each layer's when its map is found."""
 
     def nbytes(self, layers: int, experts: int, hidden: int) -> int:
         """Bytes of the store on the device: float16, and the lengths of prefixes in float32."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.interface import MapRows, Moment
+from host_offload.control.interface import MapRows, MapSearch, Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import (
     COLUMNS,
@@ -29,8 +29,9 @@ from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, HandOver, Residency
 from host_offload.policies.prefetch.expert_map.in_step import (
-    ENTRIES,
     entries_of,
+    entries_of_list,
+    most_urgent,
     pool_entries,
     wanted_of,
 )
@@ -140,8 +141,8 @@ class PagerDevice(Pager):
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: MapStore | None = None
         """The maps that decode steps search, if any."""
-        self._pooled = False
-        """Whether what they fetch may take cells of other layers."""
+        self.search: MapSearch | None = None
+        """How they search them."""
         self.link_use: Callable[[], LinkUse] = LinkUse
         """See Device.link_use."""
         self.step = self.begin_step(-1, None, 1)
@@ -195,30 +196,38 @@ class PagerDevice(Pager):
                 self.step.stages.append(Staged(of, expert, version, row, coming, routed))
         return done
 
-    def fetch(self, layer: int, found: FoundMaps, top_k: int, coming: int) -> np.ndarray:
-        """Turns what the found maps say about a coming layer into its prior and transfers, like
-        moejax.step.map_search.Lookahead.fetch. Returns the entries for StepRecord.ahead.
+    def foresee(self, layer: int, found: FoundMaps, top_k: int) -> np.ndarray:
+        """Makes what the found maps say about a coming layer its prior. Returns float32[E], what it
+        wants. As moejax.step.map_search.Lookahead.foresee."""
+        assert self.maps is not None, "only a step that searches finds anything"
+        tables = self.tables
+        said = wanted_of(self.maps, found, layer, top_k)
+        if said is None:
+            return np.zeros(tables.address.shape[1], np.float32)
+        tables.prior[layer], wanted = said
+        return wanted
+
+    def fetch(self, layer: int, wanted: np.ndarray, due: np.ndarray, coming: int) -> np.ndarray:
+        """Carries out the transfers to a coming layer, as moejax.step.map_search.Lookahead.fetch.
+        Returns the entries for StepRecord.ahead.
 
         - `coming`: as in stage.
         """
-        assert self.maps is not None, "only a step that searches finds anything"
-        said = wanted_of(self.maps, found, layer, top_k)
-        if said is None:
-            return np.zeros((0, 4), np.int32)
-        tables = self.tables
-        tables.prior[layer], wanted = said
-        if self._pooled:
-            entries = self._take_from_pool(layer, coming - 1, wanted)
+        assert self.search is not None
+        size = entries_of_list(self.search, len(wanted))
+        if self.search.pooled:
+            entries = self._take_from_pool(layer, coming - 1, wanted, due, size)
         else:
-            entries = entries_of(tables, layer, wanted)
+            entries = entries_of(self.tables, layer, wanted, due, size)
         done = self.stage(entries, coming=coming)
         chosen = [(of, expert, cell) for of, expert, _, cell in entries]
         return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
 
-    def _take_from_pool(self, layer: int, now: int, wanted: np.ndarray) -> list[Entry]:
+    def _take_from_pool(
+        self, layer: int, now: int, wanted: np.ndarray, due: np.ndarray, size: int
+    ) -> list[Entry]:
         """As moejax.step.map_search.take_from_pool."""
-        size = min(ENTRIES, len(wanted))
-        found = pool_entries(self.tables, layer, now, wanted, size, np)
+        found = pool_entries(self.tables, layer, now, wanted, due, size, np)
         entries = []
         for each in zip(*(a.tolist() for a in found), strict=True):
             fits, expert, cell, comes, giver, place, owner = each
@@ -232,7 +241,7 @@ class PagerDevice(Pager):
 
     def prepare(self, controller: Controller) -> None:
         if (search := controller.search) is not None:
-            self._pooled = search.pooled
+            self.search = search
             spec = controller.spec
             self.maps = empty_store(spec.layers, spec.experts, spec.hidden, search.capacity)
 
@@ -259,25 +268,40 @@ class StepSearch:
     """A decode step's searches for expert maps and what they fetch, in the order of
     moejax.step.map_search.Lookahead: before the first layer, and after each layer's experts."""
 
-    def __init__(self, device: PagerDevice, distance: int, step: StepRecord, top_k: int):
+    def __init__(self, device: PagerDevice, step: StepRecord, top_k: int):
         assert step.embedding is not None and step.probabilities is not None
-        assert device.maps is not None
+        assert device.maps is not None and device.search is not None
         maps = device.maps
-        self._device, self._maps, self._distance, self._top_k = device, maps, distance, top_k
+        self._device, self._maps, self._search, self._top_k = device, maps, device.search, top_k
         self._probabilities: np.ndarray = step.probabilities
         self._trajectory: Trajectory = maps.trajectory(len(step.ids))
-        found = maps.nearest_embedding(step.embedding)
-        self.chosen = [device.fetch(layer, found, top_k, coming=0) for layer in range(distance)]
+        self._wanted = np.zeros(device.tables.address.shape, np.float32)
+        self.chosen: list[np.ndarray] = []
         """The entries of StepRecord.ahead, one array for each search and layer."""
+        self._fetch(range(self._search.distance), maps.nearest_embedding(step.embedding), -1)
 
     def after_layer(self, layer: int) -> None:
         """Searches and fetches after a layer's experts."""
-        target = layer + self._distance
-        if target >= self._probabilities.shape[1]:
+        target, last = layer + self._search.distance, len(self._wanted) - 1
+        if target > last and self._search.most is None:
             return
         said = self._probabilities[:, layer]
         self._trajectory, found = self._maps.nearest_map(self._trajectory, layer, said)
-        self.chosen.append(self._device.fetch(target, found, self._top_k, coming=layer + 1))
+        self._fetch([target] if target <= last else [], found, layer)
+
+    def _fetch(self, targets: Sequence[int], found: FoundMaps, now: int) -> None:
+        """Foresees what layers want, and fetches for them or, with `most`, for all to come."""
+        wanted, device, most = self._wanted, self._device, self._search.most
+        due = np.ones(wanted.shape, bool)
+        for target in targets:
+            wanted[target] = device.foresee(target, found, self._top_k)
+            if most is None:
+                self.chosen.append(device.fetch(target, wanted[target], due[target], now + 1))
+        if most is None:
+            return
+        due = most_urgent(wanted, device.tables.address, now, most, np)
+        for target in range(now + 1, min(now + 1 + self._search.distance, len(wanted))):
+            self.chosen.append(device.fetch(target, wanted[target], due[target], now + 1))
 
 
 class TraceResizer:
@@ -435,11 +459,11 @@ class SimulatedEngine:
     def _search_of(self, step: StepRecord) -> StepSearch | None:
         """Returns the search of a decode step, or None without one. Raises TraceError for a trace
         that lacks router inputs or embeddings."""
-        if (search := self.controller.search) is None or step.kind != "decode":
+        if self.controller.search is None or step.kind != "decode":
             return None
         for name in ("embedding", "probs"):
             _check_array(self.header, name, "a decode step searches")
-        return StepSearch(self._device, search.distance, step, self.header.top_k)
+        return StepSearch(self._device, step, self.header.top_k)
 
     def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:
         routing = None

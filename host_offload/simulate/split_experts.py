@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -100,8 +100,15 @@ class SplitRun(NamedTuple):
     needed: int
 
 
+class Prefilled(NamedTuple):
+    """A step that takes no time here and changes the cache."""
+
+    waves: Sequence[np.ndarray]
+    """bool[L, E] each."""
+
+
 def play_split(
-    steps: Iterable[np.ndarray],
+    steps: Iterable[np.ndarray | Prefilled],
     config: SplitConfig,
     *,
     record_bytes: int,
@@ -112,10 +119,10 @@ def play_split(
 ) -> SplitRun:
     """Plays steps on a device and a link, from a cold cache.
 
-    - `steps`: bool[L, E] each, the experts that a step needs.
+    - `steps`: bool[L, E] each, the experts that a step needs; or a prefill step.
     - `layer_s`, `expert_s`: seconds of a layer without its experts, and of an expert.
-    - `predicted`: bool[L, E] of each step, what the layer before predicts of each layer; None:
-      nothing is fetched ahead.
+    - `predicted`: bool[L, E] of each step with a time, what the layer before predicts of each
+      layer; None: nothing is fetched ahead.
     """
     timeline, pager, seconds = Timeline(link, record=False), None, []
     moved = hits = needed = 0
@@ -129,9 +136,13 @@ def play_split(
         return timeline.submit(Transfer(layer, expert, 0, next(buffers), cause), size), size
 
     for active in steps:
-        layers, experts = active.shape
+        layers, experts = (active.waves[0] if isinstance(active, Prefilled) else active).shape
         if pager is None:
             pager = Pager(cold_tables(config.tops(experts), experts))
+        if isinstance(active, Prefilled):
+            for wave in active.waves:
+                pager.reference(wave)
+            continue
         ahead = next(foreseen, np.zeros_like(active))
         began, flying = timeline.now, dict[int, tuple[int, int]]()
         for layer in range(layers):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.control.interface import MapSearch
-from host_offload.policies.prefetch.expert_map.map_store import MapStore, Trajectory
+from host_offload.policies.prefetch.expert_map.map_store import MapStore
 from moejax.step.experts import (
     DeviceMemory,
     StepContext,
@@ -28,7 +28,7 @@ from moejax.step.experts import (
     zero_after,
     zero_outputs,
 )
-from moejax.step.map_search import Lookahead
+from moejax.step.map_search import Foreseen, Lookahead
 from moejax.step.results import ResultShape
 from moejax.step.step_parts import (
     LayerTrace,
@@ -72,8 +72,8 @@ class _Carry(NamedTuple):
     """int32[L, record_size]: the records of MoE layers; None: each layer returns its own."""
     squares: jax.Array | None = None
     """float32[T, N]: row_squares of x, if the stack takes them; None: the next kernel reads x."""
-    trajectory: Trajectory | None = None
-    """The path of the map search; None without a search."""
+    foreseen: Foreseen | None = None
+    """What a map search foresees; None without a search."""
     index: jax.Array | None = None
     """int32[1]: the layer in its stack, if the layer's last kernel increments it; None: the loop
     counts."""
@@ -115,8 +115,8 @@ def device_step(
     carry = _Carry(x, memory)
     if maps is not None:
         look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
-        memory, first = look.begin(embedded, memory)
-        carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
+        memory, seen, first = look.begin(embedded, memory)
+        carry = _Carry(x, memory, foreseen=seen)
     few, k = kind == "decode", model.config.num_experts_per_tok
     # Stage lists and searches read the index after the layer's last kernel, which increments it.
     ends = context.ops.ends_layers and not any(stack.finishes for stack in model.runs)
@@ -126,7 +126,7 @@ def device_step(
         carry = _share_outputs(carry, model.config, context, counts)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
-        x, memory, trajectory = carry.x, carry.memory, carry.trajectory
+        x, memory, foreseen = carry.x, carry.memory, carry.foreseen
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this layer computes; the first layer's come while
@@ -159,13 +159,13 @@ def device_step(
             # After the layer's experts, so that a transfer changes only what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        if look is not None and trajectory is not None:
+        if look is not None and foreseen is not None:
             probs = seen.probs  # the array of the trace, if the step returns one
             if probs is None:
                 probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
-            memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
+            memory, foreseen, ahead = look.after_layer(memory, foreseen, moe_layer, probs, x)
         out = seen if few else trace, done, ahead
-        return carry._replace(memory=memory, trajectory=trajectory), out
+        return carry._replace(memory=memory, foreseen=foreseen), out
 
     carry, (trace, done, ahead) = _over_layers(model, layer, carry, most)
     x, memory = carry.x, carry.memory
@@ -179,6 +179,7 @@ def device_step(
     writes = (memory.arena.token,) if context.queued else ()
     output = step_output(model, x, batch, trace, staged, kind, results, writes)
     if first is not None:
+        ahead = ahead.reshape(-1, *first.shape[1:])
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     if context.hidden:
         output = output._replace(hidden=x)

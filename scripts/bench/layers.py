@@ -5,19 +5,22 @@ python -m scripts.bench layers [--model DIR] [--link-rate 200MB/s]
 Static layers are the last ones whole and no cell in the others, whose experts are then read from
 the store in every step (vLLM's --cpu-offload-gb); paging gives as many cells to each layer. With
 all layers whole, the other arm is a build without tables, whose experts are computed in the store:
-what paging itself costs. One sequence decodes, by turns in an engine of each; the fastest of three
-runs counts. A ratio is the median over the rounds, with the least and the most.
+what paging itself costs. Two engines live at once, and one sequence decodes by turns in each; the
+fastest of three runs counts. A ratio is the median over the rounds, with its 95% interval (fewer
+than six rounds: the least and the most).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from moejax import LLM, SamplingParams, UserError
+from moejax.evaluate.experiments.records import LEAST_REPEATS, median_interval
 from moejax.models.config import load_config
 from moejax.models.hub import model_directory
 from scripts.parts.commands import new_parser, positive, refusing
@@ -27,13 +30,14 @@ COLUMNS = (
     ("layers resident", "{whole} of {layers}"),
     ("static tok/s", "{static:.1f}"),
     ("LRU tok/s", "{lru:.1f}"),
-    ("LRU / static", "{ratio:.2f} [{least:.2f}, {most:.2f}]"),
+    ("LRU / static", "{ratio:.2f} [{low:.2f}, {high:.2f}]"),
 )
 
 
-def tokens_per_s(args: argparse.Namespace, cells: Sequence[int] | None) -> float:
-    """Decodes one sequence with so many cells in each layer, or without tables (None). Returns its
-    tokens a second. Raises UserError if steps have tables all the same."""
+@contextlib.contextmanager
+def start(args: argparse.Namespace, cells: Sequence[int] | None) -> Iterator[LLM]:
+    """Starts an engine with so many cells in each layer, or without tables (None), and fills its
+    cells. Raises UserError if steps have tables all the same."""
     held: dict[str, Any] = {"expert_budget": "100%"}
     if cells is not None:
         transfers = f"queue,rate={args.link_rate},latency=20us"
@@ -42,14 +46,28 @@ def tokens_per_s(args: argparse.Namespace, cells: Sequence[int] | None) -> float
     with LLM(args.model, device="cpu", **held, **limits) as llm:
         if cells is None and not llm.plan.steps.in_place:
             raise UserError(f"no steps without tables here: {llm.plan.budget.notes}; use --whole")
-        params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-        seconds = []
-        for _ in range(4):  # the first one fills the cells
-            (output,) = llm.generate("The old house", params, use_tqdm=False)
-            times = output.metrics
-            assert times.finished_s is not None and times.first_token_s is not None
-            seconds.append(times.finished_s - times.first_token_s)
-    return (args.tokens - 1) / min(seconds[1:])
+        tokens_per_s(args, llm)
+        yield llm
+
+
+def tokens_per_s(args: argparse.Namespace, llm: LLM) -> float:
+    """Returns the tokens a second at which one sequence decodes."""
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    seconds = []
+    for _ in range(3):
+        (output,) = llm.generate("The old house", params, use_tqdm=False)
+        times = output.metrics
+        assert times.finished_s is not None and times.first_token_s is not None
+        seconds.append(times.finished_s - times.first_token_s)
+    return (args.tokens - 1) / min(seconds)
+
+
+def ends(ratios: np.ndarray) -> tuple[float, float]:
+    """Returns the ends of the median's 95% interval, or of all values if they are too few."""
+    if len(ratios) < LEAST_REPEATS:
+        return float(ratios.min()), float(ratios.max())
+    low, high = median_interval(ratios.tolist())
+    return low, high
 
 
 @refusing()
@@ -74,13 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         static = None if whole == layers else [0] * (layers - whole) + [experts] * whole
         arms = static, [experts * whole // layers] * layers
         found = np.empty((args.rounds, 2))
-        for turn in range(args.rounds):
-            for arm in sorted((0, 1), reverse=turn % 2 == 1):
-                found[turn, arm] = tokens_per_s(args, arms[arm])
+        with contextlib.ExitStack() as stack:
+            engines = [stack.enter_context(start(args, arm)) for arm in arms]
+            for turn in range(args.rounds):
+                for arm in sorted((0, 1), reverse=turn % 2 == 1):
+                    found[turn, arm] = tokens_per_s(args, engines[arm])
         static_s, lru_s = found.T
         ratio = lru_s / static_s
+        low, high = ends(ratio)
         row = {"whole": whole, "layers": layers, "ratio": float(np.median(ratio))}
         row |= {"static": float(np.median(static_s)), "lru": float(np.median(lru_s))}
-        rows.append(row | {"least": float(ratio.min()), "most": float(ratio.max())})
+        rows.append(row | {"low": low, "high": high})
     show(args.json, rows, aligned(COLUMNS, rows))
     return 0

@@ -2,11 +2,12 @@
 
 python -m scripts.bench users [--model DIR]
 
-Three users ask about stories, mathematics and code, one session after the other; the last session
-of each is left out. A co-activation predictor (Appendix C) learns from 1, 2, … sessions of the user
-(personal), or from four times as many sessions of all users (population), and predicts each next
-layer's experts of the session that is left out. Cells are those of the layer with the most, for
-all but --epsilon of the use; what a user needs less than the population goes to KV.
+Three users ask about stories, mathematics and code, one session after the other; by turns one
+session of each is left out. A co-activation predictor (Appendix C) learns from 1, 2, … sessions of
+the user (personal), or from four times as many sessions of all users (population), and predicts
+each next layer's experts of the session that is left out. Cells are those of the layer with the
+most, for all but --epsilon of the use; what a user needs less than the population goes to KV.
+Figures are means over the turns; points ahead have a 95% interval, Student's t over the turns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from host_offload.traces.schema import KINDS
 from moejax import LLM, SamplingParams, UserError
 from moejax.evaluate.experiments.definition import TEXTS, text_path
 from moejax.evaluate.experiments.sources.corpus import windows
+from scripts.bench.answers import over_seeds
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 
@@ -140,6 +142,27 @@ def compare(
     return rows
 
 
+def by_turns(
+    users: dict[str, list[np.ndarray]], about: dict[str, Any], epsilon: float
+) -> list[dict[str, Any]]:
+    """Returns the means of `compare` with each session left out in turn, and by how many points
+    personal is `ahead` of population."""
+    rows, sessions = [], len(next(iter(users.values())))
+    turns = [
+        compare({user: own[turn:] + own[:turn] for user, own in users.items()}, about, epsilon)
+        for turn in range(sessions)
+    ]
+    for alike in zip(*turns, strict=True):
+        row = dict(alike[0])
+        for name in row.keys() - {"user", "sessions"}:
+            if row[name] is not None:
+                row[name] = float(np.mean([each[name] for each in alike]))
+        points = [100 * (each["personal"] - each["population"]) for each in alike]
+        ends = ("ahead", "ahead_low", "ahead_high")
+        rows.append(row | dict(zip(ends, over_seeds(points), strict=True)))
+    return rows
+
+
 COLUMNS = (
     ("user", "{user}"),
     ("sessions", "{sessions}"),
@@ -148,10 +171,11 @@ COLUMNS = (
     ("in all", "{footprint:.0%}"),
     ("precision: personal", "{personal:.1%}"),
     ("population", "{population:.1%}"),
-    ("cells", "{cells}"),
-    ("population's", "{of_all}"),
+    ("points ahead", "{ahead:+.1f} [{ahead_low:+.1f}, {ahead_high:+.1f}]"),
+    ("cells", "{cells:.1f}"),
+    ("population's", "{of_all:.1f}"),
     ("use known", "{covered:.1%}"),
-    ("tokens of KV freed", "{kv_tokens}"),
+    ("tokens of KV freed", "{kv_tokens:.0f}"),
 )
 
 
@@ -169,6 +193,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     positive(args, "sessions", "prompt", "tokens")
     if not 0 <= args.epsilon < 1:
         raise UserError(f"--epsilon must be from 0 to below 1, got {args.epsilon}")
-    rows = compare(*sessions_of(args), args.epsilon)
+    rows = by_turns(*sessions_of(args), args.epsilon)
     show(args.json, rows, aligned(COLUMNS, rows))
     return 0

@@ -1,9 +1,10 @@
 """Plants mistakes in the papers' mechanisms, one at a time, and runs the test that must find each.
 
-python -m scripts.check mutants [--only WORD] [--list]
+python -m scripts.check mutants [--only WORD] [--list] [--limit SECONDS]
 
 scripts/check/mutants.yaml has the mistakes with their tests. They are planted in a copy of this
-checkout, whose tests must pass without any first. Exit status 1 where a mistake is not found.
+checkout, whose tests must pass without any first. Exit status 1 where a mistake is not found, also
+where its test did not end in time.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from moejax import UserError
-from scripts.parts.commands import new_parser, refusing
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned
 
 HERE = Path(__file__).resolve().parents[2]
@@ -55,17 +57,24 @@ def mutants() -> list[Mutant]:
     ]
 
 
-def fails(root: Path, *tests: str) -> bool:
-    """Runs tests in a checkout, slow ones too. Returns whether one fails. Raises UserError if
-    pytest cannot run them."""
+def fails(root: Path, limit: float, *tests: str) -> bool | None:
+    """Runs tests in a checkout, slow ones too, for at most `limit` seconds each. Returns whether
+    one fails; None if they did not end. Raises UserError if pytest cannot run them."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    found = subprocess.run(
-        [*command, *tests], cwd=root, env=environment, capture_output=True, text=True
-    )
-    if found.returncode > 1:
-        raise UserError(f"pytest {' '.join(tests)}: {found.stdout[-1000:]}{found.stderr[-1000:]}")
-    return found.returncode == 1
+    given: dict[str, Any] = {"cwd": root, "env": {**os.environ, "PYTHONPATH": str(root)}}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # A group of its own, so that what the tests started ends with them.
+    with subprocess.Popen([*command, *tests], start_new_session=True, **given) as process:
+        try:
+            said, _ = process.communicate(timeout=limit * len(tests))
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None
+    if process.returncode > 1:
+        raise UserError(f"pytest {' '.join(tests)}: {said[-2000:]}")
+    return process.returncode == 1
 
 
 def set_time(path: Path, ahead: int) -> None:
@@ -74,8 +83,11 @@ def set_time(path: Path, ahead: int) -> None:
     os.utime(path, (then, then))
 
 
-def try_out(chosen: Sequence[Mutant], root: Path) -> list[dict[str, object]]:
-    """Plants each in the checkout `root` and takes it out again. Returns a row of each."""
+def try_out(chosen: Sequence[Mutant], root: Path, limit: float) -> list[dict[str, object]]:
+    """Plants each in the checkout `root` and takes it out again. Returns a row of each.
+
+    - `limit`: seconds of a test.
+    """
     rows = []
     for number, each in enumerate(chosen, 1):
         path = root / each.file
@@ -83,13 +95,14 @@ def try_out(chosen: Sequence[Mutant], root: Path) -> list[dict[str, object]]:
         path.write_text(each.text(root))
         set_time(path, 10 * number)
         try:
-            found = fails(root, each.test)
+            found = fails(root, limit, each.test)
         finally:
             path.write_text(before)
             set_time(path, 10 * number + 5)
         took = time.perf_counter() - began
-        rows.append({**each._asdict(), "found": "yes" if found else "NO", "seconds": took})
-        print(f"{rows[-1]['found']:3} {took:4.0f} s  {each.of}", file=sys.stderr, flush=True)
+        said = "LATE" if found is None else "yes" if found else "NO"
+        rows.append({**each._asdict(), "found": said, "seconds": took})
+        print(f"{said:4} {took:4.0f} s  {each.of}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -98,7 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__ or "")
     parser.add_argument("--only", default="", metavar="WORD", help="those whose line has the word")
     parser.add_argument("--list", action="store_true", help="print them, run nothing")
+    parser.add_argument(
+        "--limit", type=int, default=300, help="most seconds of a test (default: %(default)s)"
+    )
     args: argparse.Namespace = parser.parse_args(arguments)
+    positive(args, "limit")
     chosen = [each for each in mutants() if args.only.lower() in " ".join(each).lower()]
     if not chosen:
         raise UserError(f"no mistake has {args.only!r}")
@@ -113,8 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif path.name != ".git":
                 (root / path.name).symlink_to(path)
         tests = dict.fromkeys(each.test for each in chosen)
-        if fails(root, *tests):
-            raise UserError("these tests fail without a mistake")
-        rows = try_out(chosen, root)
+        if (found := fails(root, args.limit, *tests)) is not False:
+            said = "do not end within --limit" if found is None else "fail"
+            raise UserError(f"these tests {said} without a mistake: {' '.join(tests)}")
+        rows = try_out(chosen, root, args.limit)
     print(*aligned(COLUMNS, rows), sep="\n")
-    return int(any(row["found"] == "NO" for row in rows))
+    return int(any(row["found"] != "yes" for row in rows))

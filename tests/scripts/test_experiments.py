@@ -36,12 +36,15 @@ def test_each_can_be_read_and_is_short(definitions):
 def small(experiment):
     """Changes by which a definition runs in seconds: one cell for each policy or precision."""
     if experiment.conversations:
-        few = "turns,sessions=2,turns=2,document_tokens=40"
-        first = experiment.budgets[0]
-        return {"conversations": few, "seeds": [0, 1], "budgets": first, "prompt_tokens": 320}
+        few = "turns,sessions=2,turns=2,document_tokens=40,answer_tokens=8"
+        first, seeds = experiment.budgets[0], [0, 1]
+        if experiment.stated_prices is None:
+            seeds = 0  # over a link, by the clock
+        return {"conversations": few, "seeds": seeds, "budgets": first, "prompt_tokens": 320}
     if any(map(experiment.is_mixed, experiment.precision)):
-        # Bytes that these versions fit into; random maps differ by their seed alone.
-        kept = [p for p in experiment.precision if "seed=" not in p or "seed=0" in p]
+        # Bytes that these versions fit into. One of each kind: each is an engine of its own.
+        kinds = {("," in p) and p.partition(",")[0]: p for p in reversed(experiment.precision)}
+        kept = [*reversed(kinds.values())]
         quality = {} if experiment.quality_tokens is None else {"quality_tokens": 40}
         budget = {"precision": kept, "budgets": experiment.budgets[-1]}
         return SMALL | OF_A_MODEL | quality | budget
@@ -101,7 +104,7 @@ def page_commands(repository):
     """The commands that the pages name, without their options."""
     text = "".join((repository / page).read_text() for page in PAGES)
     named = re.findall(r"`((?:moejax|pytest|python -m) [^`]*|[\w/]+\.yaml)`", text)
-    apart = "pytest -m claims", "scripts/site/headlines.yaml"
+    apart = "pytest -m claims tests/scripts", "scripts/site/headlines.yaml"
     named = (command for command in named if command not in apart)
     named = (command.removeprefix("moejax ablate scripts/experiments/") for command in named)
     return {command.partition(" --")[0] for command in named} - {"NAME.yaml", "moejax ablate"}

@@ -292,9 +292,9 @@ def _read_policy(
     place, colon, class_name = base.rpartition(":")
     module, arrays = None, _LEARNED_FROM.get(base, frozenset())
     learns = path == TRAIN and (base in LEARNERS or bool(colon))
-    if base == "placement":
-        with user_errors(where=where):
-            return placement_policy(",".join(filter(None, (path, pairs)))), {}
+    with user_errors(where=where):
+        if (placed := _placement_of(text)) is not None:
+            return placed, {}
     if place.endswith(".py") and (learns or not path):
         module = load_module((home / place).resolve(), where)
         made: Callable[..., Any] = find_class(module, class_name, where)
@@ -324,6 +324,19 @@ def _read_policy(
 
     found, reads = make_policy(name, pairs, made, where, build)
     return found, {} if module is None else digests_of(module, reads)
+
+
+def _placement_of(text: str) -> PlacementPolicy | None:
+    """Returns the placement that a part of an arm's text names; None if it names none. Raises
+    ValueError as placement_policy."""
+    name, equals, placement = text.partition("=")
+    return placement_policy(placement) if name == "placement" and equals else None
+
+
+def defers(text: str) -> bool:
+    """Whether the arm that `text` names adds experts a layer late. Raises as read_arm."""
+    placed = (_placement_of(part.strip()) for part in text.split(" + "))
+    return any(one.defer > 0 for one in placed if one is not None)
 
 
 def _no_fit(where: str, made: type) -> NoReturn:

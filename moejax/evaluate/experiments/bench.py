@@ -40,6 +40,7 @@ from moejax.evaluate.experiments.counted import (
     mixed_columns,
 )
 from moejax.evaluate.experiments.definition import (
+    DRIVERS,
     MEASURE,
     NO_LINK,
     PRICED,
@@ -73,7 +74,7 @@ Place = tuple[str, int, int, int]
 def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel]:
     """Loads the model in a precision; leaving the context frees it."""
     budget = experiment.budgets[0] if experiment.is_mixed(precision) else None
-    driver = experiment.mixed_driver(precision)
+    driver = DRIVERS[experiment.mixes[precision].needs_host]
     group = Group(driver, precision, NO_LINK, max(experiment.batch), frozenset(), budget=budget)
     options = experiment.engine_options(group)
     model = options.model

@@ -14,10 +14,11 @@ from host_offload.control.paging import PagedSpec
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.prediction import predict, step_work
 from host_offload.simulate.simulator import Simulation, simulate
-from host_offload.simulate.split_experts import HalfExperts, foresee, play_split
+from host_offload.simulate.split_experts import HalfExperts, Prefilled, foresee, play_split
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, run_costs
 from host_offload.traces.reader import Trace
+from host_offload.traces.step_sets import in_waves, step_set
 from moejax.evaluate.experiments.arms import Arm
 from moejax.evaluate.experiments.definition import NO_LINK, Cell
 from moejax.evaluate.experiments.terms import Terms, grant_columns
@@ -77,15 +78,19 @@ def _count_halves(
     trace: Trace,
     costs: CostModel,
 ) -> dict[str, Any]:
-    """Returns the columns of MoEpic's decode steps, from a cold start; a hit is of a top.
+    """Returns the columns of MoEpic's decode steps; prefill steps fill its caches. A hit is of a
+    top.
 
     - `cells`: int64[L], whole experts of each layer.
     """
     assert spec.router is not None, "Terms.spec_for gives it"
     of_run, needed, ahead = run_costs(costs, spec.version_bytes), [], []
+    played: list[np.ndarray | Prefilled] = []
     fixed_s = products_s = 0.0
     for step in trace.step_traces():
         if step.kind != "decode":
+            active, waves = step_set(step, spec.experts)
+            played.append(Prefilled([*in_waves(active, waves)]))
             continue
         assert step.gate_input is not None, "the arm's trace has it"
         (work, rows), routed = step_work(step, costs.chunk), routed_counts(step.ids, spec.experts)
@@ -93,6 +98,7 @@ def _count_halves(
         fixed_s += of_run.fixed_cost(work, rows, version).seconds(work)
         products_s += float(of_run.products(routed, version, rows).sum())
         needed.append(routed > 0)
+        played.append(needed[-1])
         ahead.append(foresee(step.gate_input, spec.router, spec.top_k))
     steps, uses = len(needed), int(np.sum(needed))
     layer_s, expert_s = fixed_s / steps / spec.layers, products_s / uses
@@ -102,7 +108,7 @@ def _count_halves(
     config = half.config(cells, record / rate, hidden)
     link = Link(rate, beside=costs.beside_per_byte)
     given = {"record_bytes": record, "link": link, "layer_s": layer_s, "expert_s": expert_s}
-    found = play_split(needed, config, predicted=ahead if half.ahead else None, **given)
+    found = play_split(played, config, predicted=ahead if half.ahead else None, **given)
     seconds, compute = float(found.seconds.sum()), fixed_s + products_s
     counts = steps, found.hits, uses - found.hits, 0, 0, found.bytes
     return {

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.memory.budget import BudgetError
 from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.costs.hardware import is_stated
@@ -305,18 +304,18 @@ class Experiment(Definition):
             return (self.driver,)
         if arm.needs_host:
             return ("host",)
-        others = any(each.needs_host for each in self.arms.values())
-        return DRIVERS if others and arm.name == self.baseline else ("device",)
+        return DRIVERS if self._needs_host and arm.name == self.baseline else ("device",)
+
+    @property
+    def _needs_host(self) -> bool:
+        """Whether a policy or a precision looks between layers."""
+        arms = any(each.needs_host for each in self.arms.values())
+        return arms or any(self.mixes[name].needs_host for name in self.precision)
 
     def is_mixed(self, precision: str) -> bool:
         """Whether experts have two versions with this precision. Then each start lays out cells for
         one budget, and the precision decides what lies in them."""
         return self.mixes[precision].precision.mixed
-
-    def mixed_driver(self, precision: str) -> str:
-        """Returns the driver of experts in two versions."""
-        policies = self.mixes[precision].precision.policies
-        return DRIVERS[any(policy.moments & BETWEEN_LAYERS for policy in policies)]
 
     def cells(self) -> Iterator[Cell]:
         """Yields all places of the grid: those of one engine together, and within them those of one
@@ -334,7 +333,10 @@ class Experiment(Definition):
         for place in itertools.product(*outer, self.seeds, self.budgets, self.policies):
             cell = Cell(*place)
             if self.is_mixed(precision := cell.precision):
-                if (cell.policy, cell.driver) == (self.baseline, self.mixed_driver(precision)):
+                drivers = self.drivers(self.arms[str(self.baseline)])
+                if self.mixes[precision].needs_host:
+                    drivers = ("host",)
+                if cell.policy == self.baseline and cell.driver in drivers:
                     yield cell
             elif cell.driver in self.drivers(self.arms[cell.policy]):
                 yield cell
@@ -624,6 +626,11 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
             any(policy.moments for policy in asked.arms[str(asked.baseline)].policies),
             f"{two} and says what lies where, so the baseline must be an eviction such as lru, not "
             f"{asked.baseline!r}",
+        )
+        yield (
+            asked.driver == "device" and asked.mixes[name].needs_host,
+            f"precision {name} looks between layers, which driver: device lacks; write driver: "
+            "auto or host",
         )
     for arm in asked.arms.values():
         where = f"policy {arm.name!r}"

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import UserError, shown
+from moejax.evaluate.experiments.arms import defers
 from moejax.evaluate.experiments.definition import Cell
 from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, read_line_file
 
@@ -197,7 +197,7 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"a policy draws random numbers, and there are {len(asked['seeds'])} of 10 seeds"
     alike: dict[tuple[Any, ...], set[str]] = {}
     whole = [row for row in records.of_mode("priced") if not row["unserved"]]
-    deferring = sorted(p for p in asked["policies"] if re.search(r"\bdefer=[1-9]", p))
+    deferring = sorted(filter(defers, asked["policies"]))
     for row in (*(r for r in rows if "hi" not in r and r["policy"] not in deferring), *whole):
         # Precisions that lose bits write other tokens, those of two versions with each budget;
         # batches have other prompts.

@@ -42,7 +42,9 @@ from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.policies.recorded import RecordedPolicy, repeat_run
+from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
+from host_offload.simulate.timeline import Link
 from host_offload.traces.reader import Trace, TraceError
 from pallas_kernels.plan.victim import victim_key
 from tests.host_offload.memory.layered_device import LayeredDevice
@@ -58,6 +60,7 @@ from tests.host_offload.policies.kinds import (
     trace_of_kinds,
     wanted,
 )
+from tests.host_offload.sizing.cost_models import MODEL
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -279,6 +282,20 @@ def test_the_maps_know_what_repeats(told, tmp_path):
     policy = expert_map.fit(trace := trace_of_kinds(tmp_path, kinds), distance=2)
     run: dict[str, Any] = dict(cells=TOP_K * 2, driver="host", spec=told)
     assert not simulate(trace, policies=[policy], **run).misses.any()
+
+
+def test_predicted_times_profile_the_distance(told, tmp_path):
+    """Section 6.1: an expert of the last layer crosses the link while two layers are computed, so
+    one layer ahead is too late, and three are no better than two."""
+    trace = trace_of_kinds(tmp_path, [[0], [3]] * 8)
+    costs = dataclasses.replace(MODEL, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+    run: dict[str, Any] = dict(cells=[EXPERTS] * 3 + [TOP_K], driver="host", spec=told)
+    seconds = []
+    for distance in (1, 2, 3):
+        policy = dataclasses.replace(expert_map.fit(trace, distance=distance), pool=False)
+        found = predict(trace, costs, policies=[policy], link=Link(rate=0.15), **run)
+        seconds.append(float(found.seconds[4:].mean()))
+    assert seconds[0] > seconds[1] + 100 and abs(seconds[2] - seconds[1]) < 50
 
 
 # ---- offline and online

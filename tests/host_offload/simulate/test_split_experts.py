@@ -7,7 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from host_offload.simulate.split_experts import SplitConfig, configure, play_split, stall_s
+from host_offload.simulate.split_experts import (
+    Prefilled,
+    SplitConfig,
+    configure,
+    play_split,
+    stall_s,
+)
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.miss_curves import gather_curves
 
@@ -35,6 +41,9 @@ def test_times_by_hand():
     whole = play_split(steps, split(2, 1.0), **SIZES)
     assert whole.seconds == pytest.approx([2 * (0.5 + 2.0 + 0.25), 2 * (0.5 + 0.5)])
     assert (whole.bytes, whole.hits, whole.needed) == (480, 4, 8)
+    # A prefill step takes no time here and leaves both.
+    warm = play_split([Prefilled(steps[:1]), *steps[:1]], split(2, 1.0), **SIZES)
+    assert warm.seconds == pytest.approx(whole.seconds[1:]) and (warm.hits, warm.needed) == (4, 4)
     # One cell holds both tops. Their bottoms come beside the tops' computing.
     halves = play_split(steps, split(1, 0.5), **SIZES)
     assert halves.seconds[1] == pytest.approx(2 * (0.5 + 1.0 + 0.125))

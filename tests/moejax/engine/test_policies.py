@@ -367,13 +367,17 @@ def test_same_bits_while_the_store_of_maps_grows(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pooled", [False, True])
-def test_a_simulation_counts_what_steps_that_search_do(tmp_path, pooled):
+@pytest.mark.parametrize(
+    ("pooled", "most"),
+    [(False, None), (True, None), (True, 3), pytest.param(False, 3, marks=pytest.mark.nightly)],
+)
+def test_a_simulation_counts_what_steps_that_search_do(tmp_path, pooled, most):
     """Of routing that was recorded without the policy; then at another budget and over a link. A
     replay has each hit, transfer and decision. A trace without routers' probabilities is
-    refused. In a pool cells pass from layer to layer, and none is lost."""
+    refused. In a pool cells pass from layer to layer, and none is lost. Of few transfers between
+    two layers the most urgent ones are made."""
     trace = resident_trace(tmp_path / "rest", mixed_jobs())
-    fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5, pooled=pooled)
+    fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5, pooled=pooled, most=most)
     found = simulate(trace, policies=[fitted], cells=4, driver="device")
     options = {"policies": [fitted], "trace": f"{tmp_path / 'run'},arrays=probs+embedding"}
     with open_llm(expert_budget="25%", transfers="queue,rate=200MB/s", **options) as llm:
@@ -382,6 +386,9 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path, pooled):
         assert cells.sum() == 16 and (np.ptp(cells) > 0) == pooled
     engine = read_trace(tmp_path / "run")
     assert np.array_equal(replay(engine, policies=[fitted]).staged, found.staged)
+    if most is not None:
+        # Three before the first layer and after each of the four; all at once would be more.
+        assert 0 < found.staged.sum(axis=1).max() <= most * 5
     for name in ("hits", "fills", "read_through"):
         assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
     assert engine.array("step.bytes")[:, 2].sum() == found.staged.sum() * RECORD

@@ -210,6 +210,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"memory": "1MiB", "policies": [ExpertMapInStep(capacity=10_000)]}, "lower the maps'"),
             ({"policies": [ExpertMapInStep(distance=4)]}, "distance must lie in 1…3"),
             ({"policies": [ExpertMapInStep(capacity=0)]}, "capacity must be at least 1"),
+            ({"policies": [ExpertMapInStep(most=0)]}, "most must be at least 1, not 0"),
         ],
     ),
 ]

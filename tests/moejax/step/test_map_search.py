@@ -150,7 +150,7 @@ def random_tables(
 def test_entries_are_those_of_a_brute_force():
     """Likeliest absent experts first, into free cells, then those of whom nobody wants in the order
     of the host's staging, then those of whoever is wanted less."""
-    listed = jax.jit(list_entries, static_argnums=3)
+    listed = jax.jit(list_entries, static_argnums=4)
     for seed in range(60):
         check_entries(listed, np.random.default_rng(seed))
 
@@ -162,35 +162,56 @@ def check_entries(listed, rng: np.random.Generator) -> None:
     worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
     cells = [cell for cell, _ in room if worth[cell] == 0]
     cells += sorted((cell for cell, _ in room if worth[cell] > 0), key=worth.__getitem__)
-    absent = [
-        e for e in np.argsort(-wanted, kind="stable") if wanted[e] and tables.address[1, e] < 0
-    ]
+    due = rng.random(E) < 0.8
+    likely = np.argsort(-wanted, kind="stable")
+    absent = [e for e in likely if wanted[e] and due[e] and tables.address[1, e] < 0]
     expected = [
         (1, int(e), 0, int(c)) for e, c in zip(absent, cells, strict=False) if wanted[e] > worth[c]
     ][:6]
     given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
-    found = np.array(listed(given, jnp.int32(1), jnp.asarray(wanted), 6)).T
+    found = np.array(listed(given, jnp.int32(1), jnp.asarray(wanted), jnp.asarray(due), 6)).T
     assert [tuple(entry) for entry in found.tolist() if entry[0] >= 0] == expected
     assert np.all(found[len(expected) :] == -1)
-    simulated = in_step.entries_of(tables, 1, wanted)
-    assert [tuple(entry) for entry in simulated[:6]] == expected
+    simulated = in_step.entries_of(tables, 1, wanted, due, 6)
+    assert [tuple(entry) for entry in simulated] == expected
+
+
+def test_the_most_urgent_are_the_likeliest_over_distance():
+    """Of all layers to come; those of a layer that is past expire, and what is there is left
+    out."""
+    urgent = jax.jit(in_step.most_urgent, static_argnums=(3, 4))
+    rng, mixed = np.random.default_rng(5), 0
+    for now in range(-1, L):
+        address = np.where(rng.random((L, E)) < 0.3, 7, -1).astype(np.int32)
+        wanted = (rng.random((L, E)) < 0.6) * rng.integers(1, 2048, (L, E)) / np.float32(2048)
+        wanted = wanted.astype(np.float32)
+        waits = [(i, e) for i in range(now + 1, L) for e in range(E) if wanted[i, e]]
+        waits = [place for place in waits if address[place] < 0]
+        waits.sort(key=lambda place: (-(float(wanted[place]) / (place[0] - now)), place))
+        for most in (1, 7, 24):
+            due = in_step.most_urgent(wanted, address, now, most, np)
+            assert {*zip(*np.nonzero(due), strict=True)} == {*waits[:most]}
+            assert np.array_equal(urgent(wanted, address, now, most, jnp), due)
+        mixed += waits[:7] != sorted(waits[:7])
+    assert mixed > 2  # not layer by layer
 
 
 def test_of_a_pool_the_cells_of_least_value_are_taken():
     """Of all layers but those between the last one and this: expert by expert, in a step and in the
     simulator alike."""
-    taken = jax.jit(take_from_pool, static_argnums=4)
+    taken = jax.jit(take_from_pool, static_argnums=5)
     rng, moved = np.random.default_rng(8), 0
     for layer, now in ((0, -1), (2, -1), (3, 0), (4, 1), (1, 0)) * 8:
         tables = random_tables(rng, int(rng.integers(2, E - 3)), tuple(range(L)))
         wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
-        expected = take_by_hand(tables.copy(), layer, now, wanted)
+        due = rng.random(E) < 0.9
+        expected = take_by_hand(tables.copy(), layer, now, wanted, due)
         given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
-        made = taken(given, jnp.int32(layer), jnp.int32(now), jnp.asarray(wanted), 6)
+        made = taken(given, jnp.int32(layer), jnp.int32(now), wanted, due, 6)
         after, listed = jax.tree.map(np.asarray, made)
         device = PagerDevice(tables.copy(), np.ones((1, L), np.int64))
-        entries = device._take_from_pool(layer, now, wanted)
-        assert [(e.expert, e.cell) for e in entries[:6]] == [(e, c) for e, c, _ in expected]
+        entries = device._take_from_pool(layer, now, wanted, due, 6)
+        assert [(e.expert, e.cell) for e in entries] == [(e, c) for e, c, _ in expected]
         assert [tuple(entry) for entry in np.array(listed).T.tolist() if entry[0] >= 0] == [
             (layer, expert, 0, cell) for expert, cell, _ in expected
         ]
@@ -203,7 +224,7 @@ def test_of_a_pool_the_cells_of_least_value_are_taken():
     assert moved > 30
 
 
-def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray):
+def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray, due: np.ndarray):
     """(expert, cell, row) of the first six transfers."""
     worth = []
     for (of, cell), row in np.ndenumerate(tables.cell_row):
@@ -217,9 +238,8 @@ def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray):
         key = int(log2_fixed(tables.frequency[of, owner] + 1) + tables.prior[of, owner])
         used = int(tables.last_used[of, cell])
         worth.append((2 + (mine > 0), mine, key, used, of, owner, cell, row))
-    absent = [
-        e for e in np.argsort(-wanted, kind="stable") if wanted[e] and tables.address[layer, e] < 0
-    ]
+    likely = np.argsort(-wanted, kind="stable")
+    absent = [e for e in likely if wanted[e] and due[e] and tables.address[layer, e] < 0]
     free = [c for c in range(E) if tables.cell_row[layer, c] < 0]
     found = []
     for expert, (_, mine, *_, of, _, cell, row) in zip(absent, sorted(worth), strict=False):
@@ -230,7 +250,7 @@ def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray):
 
 @pytest.mark.aot
 @pytest.mark.nightly
-@pytest.mark.parametrize("search", [MapSearch(1000, 3)], ids=str)
+@pytest.mark.parametrize("search", [MapSearch(1000, 3), MapSearch(1000, 3, most=24)], ids=str)
 def test_step_of_kernels_that_searches(search):
     """48 layers of 128 experts, 64 rows: the pinned store is read in place, arena, tables and maps
     are not copied, and a layer launches the kernels below."""

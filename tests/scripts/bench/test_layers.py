@@ -1,7 +1,9 @@
 """Paging raced with static layers."""
 
 import argparse
+import contextlib
 
+import numpy as np
 import pytest
 
 from scripts.bench import layers
@@ -11,15 +13,20 @@ from tests.scripts.runs import json_lines, refusal
 @pytest.mark.slow
 def test_both_arms_have_the_same_bytes(capsys, monkeypatch):
     """Whole layers at the end, or as many cells in each; with all of them whole, no tables. The
-    clock is ours. Two runs are real."""
-    run, seen = layers.tokens_per_s, []
+    clock is ours. Two engines are real."""
+    real, seen = layers.start, []
 
-    def faked(args, cells):
+    def decoded(args, cells):
         seen.append(cells)
         return 1.0 if cells is None else 2.0 / len(set(cells))
 
-    monkeypatch.setattr(layers, "tokens_per_s", faked)
-    rows = json_lines(capsys, layers.main, "--rounds", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "start", lambda args, cells: contextlib.nullcontext(cells))
+        patch.setattr(layers, "tokens_per_s", decoded)
+        rows = json_lines(capsys, layers.main, "--rounds", "2")
+        (row,) = json_lines(capsys, layers.main, "--rounds", "7", "--whole", "2")
+    assert row["whole"] == 2 and row["low"] == row["high"] == 2.0
+    del seen[-14:]
     count = len(seen[0])
     assert [row["whole"] for row in rows] == [*range(1, count + 1)]
     # The second round turns them.
@@ -28,8 +35,9 @@ def test_both_arms_have_the_same_bytes(capsys, monkeypatch):
         assert len(set(paged)) == 1 and static == sorted(static)
         assert 0 <= sum(static) - sum(paged) < count
     assert [row["ratio"] for row in rows] == [2.0] * count
-    (row,) = json_lines(capsys, layers.main, "--rounds", "1", "--whole", "2")
-    assert row["whole"] == 2
+    assert layers.ends(np.array([3.0, 1.0, 2.0])) == (1.0, 3.0)
+    assert layers.ends(np.arange(15.0)) == (3.0, 11.0)
     assert "has 4 layers, not 5" in refusal(capsys, layers.main, "--whole", "5")
     args = argparse.Namespace(model="demo", link_rate="2GB/s", tokens=9)
-    assert run(args, [4] * count) > 0 and run(args, None) > 0
+    with real(args, [4] * count) as paged, real(args, None) as static:
+        assert layers.tokens_per_s(args, paged) > 0 and layers.tokens_per_s(args, static) > 0

@@ -31,6 +31,11 @@ def test_a_users_own_counts_predict_what_those_of_all_do_not():
         assert row["covered"] == 1.0 and row["cells"] == row["of_all"] == 4
         assert row["kv_tokens"] == 0
     assert np.mean([row["population"] for row in rows]) < 0.7
+    # A session unlike the others is left out in one turn of four, and learned from in another.
+    odd = given | {"a": [*given["a"][:3], session(1)]}
+    means = users.by_turns(odd, ABOUT, 0.01)
+    assert means[0]["personal"] == pytest.approx(0.5) and means[2]["personal"] == 1.0
+    assert means[0]["ahead_low"] < means[0]["ahead"] < means[0]["ahead_high"]
     # Four sessions of all for one of the user: those of b, which are longer, decide.
     longer = users.compare(given | {"b": [session(1, 80)] * 4}, ABOUT, 0.01)
     assert [row["population"] for row in longer] == [0.0, 0.0, 1.0, 1.0]

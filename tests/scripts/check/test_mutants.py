@@ -27,14 +27,16 @@ def test_a_mistake_is_planted_and_taken_out_again(tmp_path):
     (tmp_path / "test_own.py").write_text(test)
     wrong = Mutant("two is two", "own.py", "return 2", "return 3", "test_own.py::test_two")
     same = wrong._replace(of="nothing", new="return 1 + 1")
-    assert not fails(tmp_path, "test_own.py")
-    rows = try_out([wrong, same], tmp_path)
+    assert fails(tmp_path, 60, "test_own.py") is False
+    rows = try_out([wrong, same], tmp_path, 60)
     assert [row["found"] for row in rows] == ["yes", "NO"]
+    (late,) = try_out([wrong._replace(new="while True:\n        pass")], tmp_path, 1)
+    assert late["found"] == "LATE"
     assert "return 2" in (tmp_path / "own.py").read_text()
     with pytest.raises(UserError, match="has 'return 4' 0 times"):
         wrong._replace(old="return 4").text(tmp_path)
     with pytest.raises(UserError, match="pytest missing"):
-        fails(tmp_path, "missing.py")
+        fails(tmp_path, 60, "missing.py")
 
 
 @pytest.mark.nightly

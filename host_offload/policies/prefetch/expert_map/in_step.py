@@ -57,6 +57,10 @@ class ExpertMapInStep(MapPolicy):
     pooled: bool = False
     """True: fetched experts may take cells of other layers, the paper's one cache (pool_entries);
     misses fill their own layer's. False: each layer has its own cells."""
+    most: int | None = None
+    """Most transfers after a layer. Of all layers to come, the experts of the largest probability
+    over distance come first, and the others wait (section 4.5). None: those of each layer come
+    when its map is found, at most ENTRIES."""
 
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "map_rows"})
     """The steps themselves write the prior."""
@@ -74,10 +78,13 @@ class ExpertMapInStep(MapPolicy):
 
     @property
     def search(self) -> MapSearch:
-        return MapSearch(self.capacity, self.distance, self.pooled)
+        return MapSearch(self.capacity, self.distance, self.pooled, self.most)
 
     def init(self, spec: Spec) -> Kept:
-        """The state with the fitted store. Raises ValueError as begin_store."""
+        """The state with the fitted store. Raises ValueError as begin_store, and for no
+        transfers."""
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"most must be at least 1, not {self.most}")
         store = self.begin_store(spec)
         return Kept(store, np.arange(self.capacity) < store.size)
 
@@ -111,10 +118,12 @@ def fit(
     distance: int = 3,
     share: float = 1.0,
     pooled: bool = False,
+    most: int | None = None,
 ) -> ExpertMapInStep:
     """The fit of expert_map, for steps that search."""
     found = expert_map_policy.fit(trace, capacity=capacity, distance=distance, share=share)
-    return ExpertMapInStep(found.fitted, capacity, distance, learns=False, pooled=pooled)
+    settings: dict[str, Any] = {"learns": False, "pooled": pooled, "most": most}
+    return ExpertMapInStep(found.fitted, capacity, distance, **settings)
 
 
 def prior_of(likely: Any, xp: Any) -> Any:
@@ -139,6 +148,28 @@ def wanted_of(
     return prior_of(likely.max(axis=0), np), np.where(chosen, likely, 0).max(axis=0)
 
 
+def entries_of_list(search: MapSearch, experts: int) -> int:
+    """How many entries a list for one layer has, S."""
+    return min(search.most or ENTRIES, experts)
+
+
+def most_urgent(wanted: Any, address: Any, now: Any, most: int, xp: Any) -> Any:
+    """bool[L, E]: the absent experts to fetch after layer `now`, `most` of them: the largest
+    probability over distance first (section 4.5), equal ones by layer and expert.
+
+    - `wanted`: float32[L, E], 0: not wanted. Layers up to `now` are past.
+    - `xp`: numpy or jax.numpy.
+    """
+    ahead = xp.arange(len(wanted))[:, None] - now
+    # Whole numbers: XLA and numpy would round a quotient of floats differently.
+    whole = (wanted * np.float32(2.0**BITS)).astype(np.int32) << 16
+    waits = (ahead > 0) & (address < 0) & (whole > 0)
+    urgency = xp.where(waits, whole // xp.maximum(ahead, 1), 0).ravel()
+    place = xp.lexsort([xp.arange(urgency.size), -urgency])
+    rank = xp.lexsort([place]).reshape(wanted.shape)
+    return waits & (rank < most)
+
+
 class PooledEntries(NamedTuple):
     """Transfers to a layer, int[S] a field, and the cells that come from other layers for them."""
 
@@ -157,7 +188,7 @@ class PooledEntries(NamedTuple):
 
 
 def pool_entries(
-    tables: Any, layer: Any, now: Any, wanted: Any, size: int, xp: Any
+    tables: Any, layer: Any, now: Any, wanted: Any, due: Any, size: int, xp: Any
 ) -> PooledEntries:
     """The transfers of entries_of, if cells of all layers are one pool (section 4.5).
 
@@ -168,6 +199,7 @@ def pool_entries(
     - `tables`: Residency, or a step's Tables.
     - `now`: the layer that was computed last; −1: none.
     - `wanted`: float32[E], 0: not wanted.
+    - `due`: bool[E], those that may come now.
     - `xp`: numpy or jax.numpy.
     """
     layers, columns = tables.owner.shape
@@ -184,7 +216,7 @@ def pool_entries(
     candidate = (tables.cell_row >= 0) & (own | (number <= now) | (number > layer))
     order = owner * owned, number + 0 * owner, tables.last_used * owned, key * owned, worth, kind
     given = xp.lexsort([each.ravel() for each in (*order, ~candidate)])[:size]
-    expert, absent = xp.arange(len(wanted)), (wanted > 0) & (tables.address[layer] < 0)
+    expert, absent = xp.arange(len(wanted)), due & (wanted > 0) & (tables.address[layer] < 0)
     coming = xp.lexsort([expert, -wanted, ~absent])[:size]
     giver, place = given // columns, given % columns
     comes = giver != layer
@@ -198,18 +230,21 @@ def pool_entries(
     return PooledEntries(fits, coming, cell, comes, giver, place, tables.owner.ravel()[given])
 
 
-def entries_of(tables: Residency, layer: int, wanted: np.ndarray) -> Sequence[Entry]:
-    """A step's transfers to a layer that it will compute later, at most ENTRIES: absent wanted
+def entries_of(
+    tables: Residency, layer: int, wanted: np.ndarray, due: np.ndarray, size: int
+) -> Sequence[Entry]:
+    """A step's transfers to a layer that it will compute later, at most `size`: absent wanted
     experts, the likeliest first. Evict in this order: empty cells, unwanted experts by the victim
     key of plan, experts that are wanted less than the new one.
 
     - `wanted`: float32[E], 0: not wanted.
+    - `due`: bool[E], those that may come now.
     """
     room = rank_cells(tables, layer, 0)
     worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
     cells = sorted(worth, key=lambda cell: worth[cell] > 0 and worth[cell])
-    absent = np.flatnonzero((wanted > 0) & (tables.address[layer] < 0))
-    likely_first = absent[np.argsort(-wanted[absent], kind="stable")][:ENTRIES]
+    absent = np.flatnonzero(due & (wanted > 0) & (tables.address[layer] < 0))
+    likely_first = absent[np.argsort(-wanted[absent], kind="stable")][:size]
     return [
         Entry(layer, expert, 0, cell)
         for expert, cell in zip(likely_first.tolist(), cells, strict=False)

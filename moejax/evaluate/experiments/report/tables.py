@@ -58,7 +58,7 @@ def tables_of(records: Records) -> Iterator[Table]:
 
 def mean_over_seeds(records: Records) -> list[Line]:
     """Returns the summary, with several seeds of a place as one line: means of numbers, with
-    `seeds` and the range of misses."""
+    `seeds` and the ranges of misses and of the share of hits."""
     by_place: dict[tuple[Any, ...], list[Line]] = {}
     for line in records.summary():
         key = tuple(line[name] for name in PLACE if name != "seed")
@@ -77,10 +77,12 @@ def _mean(lines: Sequence[Line]) -> Line:
             found[name] = float(np.mean(values))
     found["error"] = next((line["error"] for line in lines if line["error"]), None)
     misses = [line["decode_misses"] for line in whole if line.get("decode_misses") is not None]
+    hits = [share for line in whole if (share := hit_share(line)) is not None]
     return {
         **found,
         "seeds": len(lines),
         "misses_range": (min(misses), max(misses)) if misses else None,
+        "hits_range": (min(hits), max(hits)) if hits else None,
     }
 
 
@@ -201,9 +203,19 @@ def _misses(line: Line) -> str:
     return f"{line['decode_misses'] / steps:.2f}{spread}"
 
 
-def _hits(line: Line) -> str:
+def hit_share(line: Line) -> float | None:
+    """Returns the share of decode steps' needed experts that were there; None without any."""
+    if line.get("decode_hits") is None:
+        return None
     needed = line["decode_hits"] + line["decode_misses"]
-    return f"{line['decode_hits'] / needed:.1%}" if needed else NONE
+    return line["decode_hits"] / needed if needed else None
+
+
+def _hits(line: Line) -> str:
+    if (share := hit_share(line)) is None:
+        return NONE
+    low, high = line["hits_range"] or (share, share)
+    return f"{share:.1%}" + (f" ({low:.1%}–{high:.1%})" if line["seeds"] > 1 else "")
 
 
 def _recall(line: Line) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from host_offload.control.rules import check_policies
+from host_offload.control.rules import BETWEEN_LAYERS, check_policies
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import count_selections, mean_selections
 from host_offload.policies.precision.precision_names import (
@@ -40,6 +40,11 @@ class Mix:
     """What it learns from a trace of the texts' training part: `map` or `scores`."""
     files: tuple[tuple[str, str], ...] = ()
     """Files that it was read from, with their SHA-256."""
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its policy looks between layers."""
+        return any(policy.moments & BETWEEN_LAYERS for policy in self.precision.policies)
 
     def teach(self, trace: Trace) -> Mix:
         """Returns this precision with what `trace` teaches. Raises UserError for a trace that

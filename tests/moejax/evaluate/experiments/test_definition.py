@@ -12,6 +12,7 @@ from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.llapor import Learned
 from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.evaluate.experiments.arms import defers
 from moejax.evaluate.experiments.definition import Group, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 from moejax.evaluate.experiments.grid import ablate, learn, open_results, select_left
@@ -147,6 +148,11 @@ def test_placements_share_the_engines_that_have_a_second_processor():
     assert engines["host", 2][0].defer == 2
 
 
+def test_only_a_placement_defers():
+    assert defers(f"learned=train + placement=ktransformers,defer=2,{COSTS}")
+    assert not any(map(defers, ("placement=ktransformers,defer=0", "own.py:Own,defer=2", "lru")))
+
+
 def test_a_placement_of_a_grid_predicts_by_networks_beside_it(tmp_path):
     text = f"learned=train,epochs=1 + placement=prescope,{COSTS}"
     arm = read_experiment(SMALL | {"policies": ["lru", text]}).arms[text]
@@ -237,6 +243,7 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ),
         ({"precision": ["dynaexq,hi=int2"]}, "hi=int2 must have more bytes than lo=int4"),
         ({"precision": ["dynaexq,hi_share=0.5"]}, "leave hi_share out"),
+        ({"precision": ["hobbit"], "driver": "device"}, "looks between layers, which driver: dev"),
         ({"precision": ["dynaexq,alfa=0.5"]}, "has no setting 'alfa=0.5'"),
         ({"precision": ["map=none.npy"]}, "none.npy: cannot be read as a map"),
         ({"precision": "dynaexq", "budgets": ["1MiB"]}, "give them more memory"),
@@ -305,6 +312,21 @@ def test_with_two_versions_there_is_one_policy():
     found = read_experiment(SMALL | given)
     cells = [(cell.precision, cell.policy) for cell in found.cells()]
     assert cells == [("dense", "lru"), ("dense", "lfu"), ("dynaexq", "lru")]
+
+
+def test_a_precision_that_the_host_drives_has_the_baseline_beside_it():
+    given = SMALL | {"precision": ["dense", "dynaexq", "hobbit"], "budgets": ["60%"]}
+    places = [(c.driver, c.precision, c.policy) for c in read_experiment(given).cells()]
+    both = [("dense", "lru"), ("dynaexq", "lru")]
+    assert [p for p in places if p[0] == "device"] == [
+        ("device", *place) for place in (both[0], ("dense", "lfu"), both[1])
+    ]
+    assert [p for p in places if p[0] == "host"] == [
+        ("host", *place) for place in (*both, ("hobbit", "lru"))
+    ]
+    forced = read_experiment(given | {"driver": "host"})
+    assert {c.driver for c in forced.cells()} == {"host"}
+    assert {c.precision for c in forced.cells()} == {*given["precision"]}
 
 
 TALKS = {

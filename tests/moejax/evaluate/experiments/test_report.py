@@ -146,6 +146,13 @@ def of(records, policy, budget="50%"):
     return line
 
 
+def test_of_several_seeds_shares_have_a_range(tmp_path):
+    rows = [row("lru", "25%", 0), row("lru", "25%", 0) | {"seed": 1, "decode_hits": 4}]
+    (table,) = tables_of(Records(tmp_path, ASKED | {"seeds": [0, 1]}, rows, [SESSION]))
+    said = dict(zip(table.headings, table.rows[0], strict=True))
+    assert said["hits"] == "66.7% (50.0%–75.0%)" and said["misses/step"] == "2.00 (2.00–2.00)"
+
+
 def test_failures_are_in_the_table(records):
     bad = "dir/mine.py:Mine"
     rows = [r | {"error": "ValueError: <no>"} if r["policy"] == bad else r for r in records.rows]
