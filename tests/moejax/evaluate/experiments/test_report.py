@@ -153,6 +153,13 @@ def test_of_several_seeds_shares_have_a_range(tmp_path):
     assert said["hits"] == "66.7% (50.0%–75.0%)" and said["misses/step"] == "2.00 (2.00–2.00)"
 
 
+def test_conversations_have_no_share_of_policies(tmp_path):
+    talk = row("lru", "25%", 0, mode="priced") | {"policy_s": 1e-3, "unserved": 0}
+    del talk["decode_s"]
+    (table,) = tables_of(Records(tmp_path, ASKED, [talk], [SESSION]))
+    assert dict(zip(table.headings, table.rows[0], strict=True))["policy ms/step"] == "1.00"
+
+
 def test_failures_are_in_the_table(records):
     bad = "dir/mine.py:Mine"
     rows = [r | {"error": "ValueError: <no>"} if r["policy"] == bad else r for r in records.rows]
