@@ -240,13 +240,10 @@ class CopyTransport(Transport):
         self._awaited.pop(row, None)
 
     def land_arrived(self) -> None:
-        """Moves records that came ahead of need, or beside the steps, into their cells, which frees
-        their staging."""
+        """Moves records that came ahead of need into their cells."""
         cells = {ticket: row for row, ticket in self._awaited.items()}
         beside = {ticket for ticket, _ in self._arriving.values()}
-        arrived = self.device_queue.arrived()
-        self._end_copies(lambda ticket: ticket in arrived)
-        for ticket in arrived:
+        for ticket in self.device_queue.arrived():
             if ticket in cells:
                 self.land(cells[ticket], ticket)
             elif ticket not in beside:  # of a step that ended early
@@ -306,8 +303,8 @@ class CopyTransport(Transport):
                 self.land(transfer.cell, ticket)
 
     def begin_copies(self, copies: Sequence[Copy]) -> None:
-        """Does as Transport.begin_copies: into staging, and into the cells once they are there, by
-        programs that follow all that read what the cells had before."""
+        """Does as Transport.begin_copies: into staging, and into the cells when ended_copies says
+        so, by programs that follow all that read what the cells had before."""
         for layer, expert, version, row in copies:
             transfer = Transfer(layer, expert, version, row, "transition")
             self._arriving[layer, expert] = self.device_queue.submit(transfer), row

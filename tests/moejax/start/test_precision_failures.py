@@ -147,16 +147,11 @@ def watch_copies(monkeypatch, llm: LLM) -> list[int]:
 @pytest.mark.parametrize("options", [ARRIVAL, ARRIVAL | QUEUE], ids=["link", "jax"])
 def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch, options):
     """DynaExq's handle changes after the last byte: over a slow link experts keep their old version
-    through many steps, also by jax's own copies, which leave staging within a step. Planted: one
-    that takes the new version at once."""
+    through many steps, also by jax's own copies. Planted: one that takes the new version at
+    once."""
     with LLM("demo", **options) as llm:
-        landed = []
         if options is not ARRIVAL:
             delay(llm)
-            transport = llm.engine.runner.transport
-            ended = transport.ended_copies
-            watched = lambda: landed.append(len(transport._ended)) or ended()  # noqa: E731
-            monkeypatch.setattr(transport, "ended_copies", watched)
         beside = watch_copies(monkeypatch, llm)
         waited = -waits_of(llm)
         for _ in range(3):
@@ -168,12 +163,9 @@ def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch, options):
         waited += waits_of(llm)
         assert said["promotions"] > 8 and said["publish"] == "arrival"
         assert waited == 0 and sum(map(bool, beside)) > 8
-        assert options is ARRIVAL or sum(landed) > 0
         monkeypatch.setattr(
             llm.engine.runner, "ended_copies", lambda: dict.fromkeys(places(llm), True)
         )
-        if options is not ARRIVAL:
-            delay(llm, 0.1)
         others = ["12 + 30 = 42, 42 + 8 =", "def add(a, b):", "She had never seen the sea"]
         with pytest.raises(AssertionError, match="bytes that are still to come"):
             llm.generate(others, LONG)
