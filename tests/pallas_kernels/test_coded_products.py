@@ -35,7 +35,14 @@ def weights(version: str, dtype: str) -> CodedWeights:
     return CodedWeights(jnp.asarray(elements), placed)
 
 
-@pytest.mark.parametrize("version", FORMATS)
+@pytest.mark.parametrize(
+    "version",
+    [
+        # q6_k and q4_k are beside each other one, and q5_1 has the parts of the last two.
+        pytest.param(v, marks=[pytest.mark.slow] * (v in ("q6_k", "q4_k", "q4_1", "q5_0")))
+        for v in FORMATS
+    ],
+)
 def test_codes_give_the_bits_of_decoded_weights(version):
     coded = weights(version, "bfloat16")
     assert coded.shape == (2, 70, INPUTS) and coded.dtype == jnp.bfloat16

@@ -236,7 +236,9 @@ def check_contract(policy: Policy, trace: Trace) -> None:
 
 
 QUICK_TO_LEARN = [
-    pytest.param(name, marks=[pytest.mark.slow] * name.startswith(("learned", "expertflow")))
+    pytest.param(
+        name, marks=[pytest.mark.slow] * name.startswith(("learned", "expertflow", "promoe, "))
+    )
     for name in PAGED | OTHERS
 ]
 

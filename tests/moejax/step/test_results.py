@@ -56,7 +56,7 @@ def test_row_by_row_is_the_choice_of_all_rows():
         }
         for by_row in (False, True)
     }
-    for _ in range(40):
+    for _ in range(15):
         logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3
         update = rng.random(rows) < 0.6
         params = (
