@@ -260,7 +260,7 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         **compared(arms, totals["auto"], runs.said),
         "rounds": len(auto),
-        "own": float("nan") if args.counted else float(np.median(runs.own_s / auto)),
+        "own": None if args.counted else float(np.median(runs.own_s / auto)),
         "at_best": float(of_phases.min(axis=0).sum()) / best - 1,
         "spread": float(auto.max() / auto.min()) - 1,
         "switch_mb": runs.said["switched_experts"] * llm.engine.runner.link_bytes[0] / 1e6,
