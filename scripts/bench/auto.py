@@ -310,21 +310,22 @@ TOLD = {
     "seed": 0,
 }
 """What policies are told."""
-SIMULATED = {"chat": (1, 0), "batch": (32, 0), "shift": (1, 64)}
-"""Load → sequences, tokens of a phase of topics (0: none)."""
+SIMULATED = {"chat": (1, 8, 0), "batch": (32, 1, 0), "shift": (1, 8, 2)}
+"""Load → sequences, their tokens and those of a phase of topics (0: none), in multiples of
+--tokens."""
 
 
 def simulate(directory: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of predicted cells: loads × machines, each with its share of the experts."""
-    for load, (sequences, phase) in SIMULATED.items():
+    for load, (sequences, long, phase) in SIMULATED.items():
         kind = "phases" if phase else "qwen3-like"
-        more: dict[str, Any] = {"phase_tokens": phase} if phase else {}
+        more: dict[str, Any] = {"phase_tokens": phase * args.tokens} if phase else {}
         write_generated_trace(
             directory / load,
             kind,
             **SHAPE,
             sequences=sequences,
-            tokens=args.tokens,
+            tokens=long * args.tokens,
             about=TOLD,
             **more,
         )
