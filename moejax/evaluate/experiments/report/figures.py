@@ -168,7 +168,9 @@ def draw(plot: Plot) -> str:
         for i, one in enumerate(plot.series):
             xs, ys = [x for x, _ in one.points], [y for _, (y, _, _) in one.points]
             if one.bound:
-                axes.plot(xs, ys, linestyle=("--", ":", "-.")[i % 3], color="grey", label=one.name)
+                style = {"linestyle": ("--", ":", "-.")[i % 3], "color": "grey"}
+                mark = "_" if len(xs) == 1 else None  # there is no line through one point
+                axes.plot(xs, ys, marker=mark, markersize=16, label=one.name, **style)
                 continue
             ends = [[y - low for _, (y, low, _) in one.points]]
             ends.append([high - y for _, (y, _, high) in one.points])

@@ -317,6 +317,7 @@ def test_wide_tables_scroll_inside_their_box_on_a_phone(records, tmp_path):
         boxes = opened.locator(".scroll")
         sizes = boxes.evaluate_all("all => all.map(b => [b.scrollWidth, b.clientWidth])")
         assert any(inside > shown for inside, shown in sizes)
+        assert sizes[-1][0] == sizes[-1][1]  # the machine's facts are text, which wraps
         boxes.first.evaluate("box => box.scrollBy(50, 0)")
         assert boxes.first.evaluate("box => box.scrollLeft") == 50
         browser.close()
@@ -349,11 +350,17 @@ def test_labels_survive(policy, label):
 
 
 def test_a_bound_far_below_does_not_press_the_data_flat(monkeypatch):
-    shown = []
-    monkeypatch.setattr(figures, "_svg_of", lambda figure, axes: shown.append(axes.get_ylim()))
+    """At one budget it is a dash, since there is no line."""
+    shown, marks = [], []
+
+    def note(figure, axes):
+        shown.append(axes.get_ylim())
+        marks.extend(line.get_marker() for line in axes.get_lines() if line.get_label() == "MIN")
+
+    monkeypatch.setattr(figures, "_svg_of", note)
     data, floor = Series("lru", [(4.0, (3.0, 2.0, 4.0))]), Series("MIN", [(4.0, (1e-6,) * 3)], True)
     draw(Plot("times", "ms", [data, floor], log=True))
-    assert shown == [pytest.approx((2 / 1.5, 4 * 1.5))]
+    assert shown == [pytest.approx((2 / 1.5, 4 * 1.5))] and marks == ["_"]
 
 
 def test_a_requests_time_a_token_is_its_mean():
