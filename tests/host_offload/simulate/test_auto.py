@@ -51,6 +51,7 @@ class World:
     fill_s: float = FILL_S
     bucket: int = 4
     phase: int = 1
+    running: int = 2
     rested: int = 0
 
     def __post_init__(self):
@@ -70,7 +71,9 @@ class World:
             missed = self.pager.reference(active).missing
             self.seconds += COMPUTE_S + self.fill_s * int(missed.sum())
             total += int(missed.sum())
-            glance = Glance(self.phase == 1, self.bucket, int(missed.sum()), 4, 40, 0, 2, 0, 0)
+            glance = Glance(
+                self.phase == 1, self.bucket, int(missed.sum()), 4, 40, 0, self.running, 0, 0
+            )
             rested = self.policy.rests(self.state, glance)
             if rested is not None:
                 self.state, self.step, self.rested = rested, self.step + 1, self.rested + 1
@@ -79,7 +82,8 @@ class World:
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
                 seconds=self.seconds, ids=ids, phase=np.full(2, self.phase, np.uint8),
                 missed=missed, bucket=self.bucket, compiled=self.step == 0,
-                waiting=0, waiting_tokens=0, kv_used=4, kv_swapped=0, kv_pages=40, running=2,
+                waiting=0, waiting_tokens=0, kv_used=4, kv_swapped=0, kv_pages=40,
+                running=self.running,
             )  # fmt: skip
             self.state, decision = self.policy.decide(self.state, seen)
             if decision.victim_weights is not None:
@@ -256,6 +260,18 @@ def test_fast_steps_are_seldom_watched(monkeypatch):
     alone = World(an_auto(arms=("lfu",)))
     alone.run(HOT, 30)
     assert alone.rested == 30
+
+
+def test_more_sequences_are_another_load(monkeypatch):
+    """Also where executables have all rows."""
+    monkeypatch.setattr(auto, "WATCH_S", auto.COST * 0.2)
+    world = World(an_auto())
+    world.run(HOT, 600)
+    while world.state.rest < 20:
+        world.run(HOT, 1)
+    before, world.running = world.rested, 8
+    world.run(HOT, 12)
+    assert world.rested - before <= 1
 
 
 def test_prompts_count():
