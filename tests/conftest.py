@@ -80,12 +80,14 @@ def _aot_missing() -> str | None:
     return None
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """The native ops of all tests are the released ones but for faults in the queue, which tests
     inject; the first run compiles them, some seconds."""
     from pallas_kernels.cpu.build import BuildError
     from tests.faults import use_faulty_library
 
+    if "not slow" in config.option.markexpr:
+        os.environ["MOEJAX_QUICK_TESTS"] = "1"  # see tests/pallas_kernels/contract.py
     try:
         use_faulty_library()
     except BuildError as error:

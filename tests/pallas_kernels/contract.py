@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -148,12 +149,16 @@ def differs_in_rows(spec: Any, specs: Sequence) -> bool:
     return bool(rows) and spec not in (alike[0], alike[-1])
 
 
-QUICKLY: dict[str, bool | int] = {
+UNOPTIMIZED: dict[str, bool | int] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Options that compile an interpreted kernel in half of the time. It is the kernel that is tested
-then, not the code that XLA makes of the interpreter's loops."""
+"""Options that compile in half of the time. The quick suite has them; where slow tests run too, as
+with the oldest jax in .ci/run, ops are compiled as the engine compiles them."""
+
+QUICKLY = UNOPTIMIZED.copy()
+"""Those of an interpreted kernel: it is the kernel that is tested, not the code that XLA makes of
+the interpreter's loops."""
 if jaxlib.__version__.startswith("0.10."):  # jaxlib 0.11 has it no more
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
@@ -174,10 +179,11 @@ def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
             return op(*args, **kwargs)
 
     of_kernel = "pallas" in implementations_of(static) and not _on_gpu()
+    quick = UNOPTIMIZED if "MOEJAX_QUICK_TESTS" in os.environ and not _on_gpu() else {}
     return jax.jit(
         functools.partial(traced, **static),
         donate_argnames=donate,
-        compiler_options={"xla_allow_excess_precision": False, **(QUICKLY if of_kernel else {})},
+        compiler_options={"xla_allow_excess_precision": False, **(QUICKLY if of_kernel else quick)},
     )
 
 

@@ -20,6 +20,7 @@ from moejax.engine import loop, scheduler
 from moejax.engine.drafts import HOLDS, TRIAL, WINDOW, Choice, Drafts, NgramDrafts, look_up
 from moejax.engine.step_work import Step
 from moejax.errors import OutOfKV
+from moejax.start.build import _drafts
 from moejax.start.option_values import read_speculation
 from moejax.start.options import Config
 from moejax.step.step_parts import PageTables, decode_tokens
@@ -30,6 +31,7 @@ from tests.moejax.engine_runs import Faulty, Job, Recorded, run
 from tests.moejax.models.families import write_checkpoint
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+FEW: dict[str, Any] = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": "288KiB"}
 
 
 def jobs_of(vocabulary: int) -> list[Job]:
@@ -74,14 +76,13 @@ class Pair:
 
 def pairs(model, kv: str) -> Iterator[Pair]:
     """KV is so small that requests are moved out, and a third of the experts has a cell."""
-    options = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": kv}
-    with open_llm(model, **options, speculative_config=NGRAM) as llm:
+    with open_llm(model, **{**FEW, "kv_budget": kv}, speculative_config=NGRAM) as llm:
         yield Pair(llm)
 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Pair]:
-    yield from pairs("demo", "288KiB")
+    yield from pairs("demo", FEW["kv_budget"])
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +419,7 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     config = {**NGRAM, "prompt_lookup_min": 1, "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=60, allowed_token_ids=[300, 301])
     trace = str(tmp_path / "t")
-    with open_llm("demo", speculative_config=config, trace=trace) as llm:
+    with open_llm("demo", speculative_config=config, trace=trace, **FEW) as llm:
         (out,) = llm.generate([[5, 300, 301, 300]], params, use_tqdm=False)
         said, steps = llm.stats()["speculation"], llm.stats()["steps"]
         assert llm.plan.steps.drafts
@@ -513,14 +514,23 @@ def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch, error, caplog
     assert modeled.engine.drafts is drafts and next(steps) > used + 3
 
 
+@pytest.mark.parametrize(("vocabulary", "states"), [(512, 0), (4096, 1)])
+def test_a_draft_model_that_does_not_fit_is_refused(vocabulary, states):
+    config = SimpleNamespace(vocab_size=vocabulary, architecture="Lfm2Moe")
+    drafter: Any = SimpleNamespace(runner=SimpleNamespace(config=config))
+    drafter.scheduler = SimpleNamespace(page=SimpleNamespace(state_pages=states))
+    model: Any = SimpleNamespace(vocab_size=4096)
+    why = "Lfm2Moe.* cannot go back over its drafts" if states else "vocabulary of 512.*model 4096"
+    with pytest.raises(UserError, match=f"speculative_config: .*{why}"):
+        _drafts(read_speculation({"method": "draft_model", "model": "m"}), model, drafter)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fields", "why"),
     [
         ("Qwen3MoeForCausalLM", {"vocab_size": 512}, r"has a vocabulary of 512 tokens.*model 4096"),
-        pytest.param(
-            *("Lfm2MoeForCausalLM", {"vocab_size": 4096}, "cannot go back over its drafts"),
-            marks=pytest.mark.slow,
-        ),
+        ("Lfm2MoeForCausalLM", {"vocab_size": 4096}, "cannot go back over its drafts"),
     ],
 )
 def test_draft_models_that_do_not_fit_are_refused(family, fields, why, tmp_path):
