@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 SEED = 20
+PROCESS = 550_000_000
+"""Bytes that a process of moejax takes besides `host_memory`: the interpreter, jax, programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ class MoejaxEngine:
         self.task = task
         experts: dict[str, Any] = {"expert_budget": 0}  # the store is the same memory
         if task.memory:
-            experts = {"store": "file"}
+            experts = {"store": f"file,host_memory={task.memory - PROCESS}"}
         self.llm = LLM(
             task.model,
             **experts,
