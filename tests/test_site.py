@@ -55,13 +55,17 @@ def test_every_architecture_with_experts_is_in_the_table():
 
 
 def test_figures_of_claims_have_the_numbers_that_were_measured():
-    """Drawn by `python -m scripts.site.headlines`; a changed number needs it again."""
+    """Drawn by `python -m scripts.site.headlines`; a changed number needs it again. Each has its
+    figure on a page of claims."""
+    folder = REPOSITORY / "docs" / "research"
+    said = "".join((folder / f"{name}.md").read_text() for name in ("papers", "benchmarks"))
     for paper, claims in yaml.safe_load(NUMBERS.read_text()).items():
         drawn = html.unescape((IMAGES / f"claims-{paper}.svg").read_text())
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
         for claim in claims:
             numbers = (f"{claim[n]:g}" for n in NO_NUMBER if claim[n] is not None)
             assert {claim["claim"], *numbers} <= {*texts} and claim["command"], paper
+            assert claim["page"] in said, claim["page"]
 
 
 @pytest.mark.parametrize("name", ["trace_arrays", "trace_uses"])
