@@ -38,13 +38,14 @@ void widen(Type type, const void* in, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i++) out[i] = as_float((uint32_t)p[i] << 16);
     return;
   }
-  int64_t i = 0;
+  int64_t vectors = 0;
 #ifdef __F16C__
-  for (; i + 8 <= n; i += 8) {
+  vectors = n / 8 * 8;
+  for (int64_t i = 0; i < vectors; i += 8) {
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + i))));
   }
 #endif
-  for (; i < n; i++) out[i] = wide_f16(p[i]);
+  for (int64_t i = vectors; i < n; i++) out[i] = wide_f16(p[i]);
 }
 
 void narrow(Type type, const float* in, int64_t n, void* out) {
