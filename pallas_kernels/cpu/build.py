@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -81,7 +82,10 @@ def find_compiler() -> list[str]:
 
 def _machine(compiler: Sequence[str]) -> str:
     """The processor that a compiler compiles for, as os.uname names it."""
-    name = _run([*compiler, "-dumpmachine"]).split("-")[0]
+    # zig 0.17 does not dump a target with a version of libc.
+    pairs = itertools.pairwise(compiler)
+    told = [after for word, after in pairs if word.lstrip("-") == "target"]
+    name = (told[-1] if told else _run([*compiler, "-dumpmachine"])).split("-")[0]
     return "x86_64" if name == "amd64" else name
 
 

@@ -137,6 +137,7 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     monkeypatch.setattr(build, "find_compiler", lambda: ["zig", "c++", "-target", "x86_64"])
     assert build.built(folder) == folder / "compiled"
     monkeypatch.undo()
+    assert build._machine(["no-such-compiler", "-target", "aarch64-linux-gnu.2.28"]) == "aarch64"
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError):
         build.built(folder)
