@@ -170,7 +170,9 @@ def stages_at(layers: np.ndarray | int, experts: np.ndarray, cause: str) -> Stag
     columns = np.zeros((len(experts), 3), np.int64)
     columns[:, 0], columns[:, 1] = layers, experts
     made: Any = ()
-    if len(columns):
+    if len(columns) and columns.min() < 0:  # which is refused by name
+        made = (Stage(layer, expert, version, cause) for layer, expert, version in columns.tolist())
+    elif len(columns):
         most = columns.max(axis=0).tolist()
         shape = tuple(1 << number.bit_length() for number in most[:2])
         places = columns[:, 0] * shape[1] + columns[:, 1]

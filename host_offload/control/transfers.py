@@ -230,9 +230,6 @@ class TransferLedger(abc.ABC):
             late: list[int] = []
             for n, i in enumerate(waiting):
                 layer, expert, version = queue.entries[i][:3]
-                if not full and (layer, version) in closed:
-                    late.append(n)
-                    continue
                 size = self._moved[version][layer]
                 # A less urgent transfer does not overtake one without a place or bytes.
                 full = full or len(entries) == self.spec.stage_entries
@@ -240,7 +237,9 @@ class TransferLedger(abc.ABC):
                 if full:
                     late += range(n, len(waiting))
                     break
-                if (cell := find_cell(kind, layer, expert, version)) is None:
+                if (layer, version) in closed or (
+                    cell := find_cell(kind, layer, expert, version)
+                ) is None:
                     closed.add((layer, version))
                     late.append(n)
                     continue

@@ -112,10 +112,13 @@ class Reads:
 
 
 @contextlib.contextmanager
-def reading_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+def reading_pool(threads: int, reads: Reads | None = None) -> Iterator[ThreadPoolExecutor]:
     """Yields a pool for reads. If the `with` ends by an exception, such as Ctrl-C, it does not wait
-    for reads under way."""
-    reads = Reads()
+    for reads under way.
+
+    - `reads`: where others can give them up.
+    """
+    reads = Reads() if reads is None else reads
     pool = reads.new_pool(threads)
     try:
         yield pool

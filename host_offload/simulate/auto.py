@@ -382,7 +382,9 @@ class Auto:
             decision = Decision()
             if decoded:
                 state, decision = self._pass(state, seen, self._load(seen), int(seen.missed.sum()))
-            return self._fit_kv(state, seen, short) if short else (state, decision)
+            if short and decision.cells is None:
+                return self._fit_kv(state, seen, short)
+            return state, decision
         if self.ahead and state.tables is None:  # the window begins with the next step
             return state._replace(tables=tables_of(seen)), Decision()
         fills = np.zeros(len(self.arms), np.int64)

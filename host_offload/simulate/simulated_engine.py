@@ -216,7 +216,9 @@ class PagerDevice(Pager):
         assert self.search is not None
         size = entries_of_list(self.search, len(wanted))
         if self.search.pooled:
-            entries = self._take_from_pool(layer, coming - 1, wanted, due, size)
+            entries = self._take_from_pool(
+                layer, coming - 1, self.search.distance, wanted, due, size
+            )
         else:
             entries = entries_of(self.tables, layer, wanted, due, size)
         done = self.stage(entries, coming=coming)
@@ -224,10 +226,10 @@ class PagerDevice(Pager):
         return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
 
     def _take_from_pool(
-        self, layer: int, now: int, wanted: np.ndarray, due: np.ndarray, size: int
+        self, layer: int, now: int, near: int, wanted: np.ndarray, due: np.ndarray, size: int
     ) -> list[Entry]:
         """As moejax.step.map_search.take_from_pool."""
-        found = pool_entries(self.tables, layer, now, wanted, due, size, np)
+        found = pool_entries(self.tables, layer, now, near, wanted, due, size, np)
         entries = []
         for each in zip(*(a.tolist() for a in found), strict=True):
             fits, expert, cell, comes, giver, place, owner = each

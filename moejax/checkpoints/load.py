@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from host_offload.memory.bounded_reads import reading_pool
+from host_offload.memory.bounded_reads import Reads, reading_pool
 from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.record_source import RecordSource
 from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
@@ -241,7 +241,7 @@ def _read(
     """
     dtype = NUMPY_DTYPES[run.dtype]
     reading = {} if memory is not None and memory.filled else held
-    stopped = threading.Event()
+    stopped, reads = threading.Event(), Reads()
     with contextlib.ExitStack() as failed, contextlib.ExitStack() as stack:
         builders: dict[str, StoreBuilder] = {}
         for version, layers in held.items():
@@ -262,7 +262,7 @@ def _read(
         # The pool is entered last, so that its threads end before files are closed and memory is
         # freed.
         reader = stack.enter_context(opened.open())
-        pool = stack.enter_context(reading_pool(WORKERS))
+        pool = stack.enter_context(reading_pool(WORKERS, reads))
         params = run.params_tree(
             _read_coded(reader, key, *coded[key], pool, advance, device)
             if key in coded
@@ -279,14 +279,21 @@ def _read(
             warn_nonfinite(str(opened.directory), opened.nonfinite)
             return {v: builder.finish().arrays[v] for v, builder in builders.items()}
 
-        ahead = {}
+        ahead: dict[str, jax.Array] = {}
         if behind and reading and memory is None and new_builder is StoreBuilder:
-            ahead = {version: builder.ahead() for version, builder in builders.items()}
-        if not ahead or None in [*ahead.values()]:
+            made = {version: builder.ahead() for version, builder in builders.items()}
+            ahead = {version: array for version, array in made.items() if array is not None}
+        if len(ahead) < max(len(builders), 1):
             return params, read_experts(stack.pop_all()), None
         nbytes, whole = sum(array.nbytes for array in ahead.values()), max(left, 1)
         files = stack.pop_all()
-        rest = Reading(Future(), stopped, lambda: nbytes * left // whole, failed.pop_all())
+        builders_of = failed.pop_all()
+
+        def stop() -> None:
+            stopped.set()
+            reads.give_up()
+
+        rest = Reading(Future(), stop, lambda: nbytes * left // whole, builders_of)
 
     def read_behind() -> None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -38,7 +37,8 @@ class Reading:
     """Experts that are read into a store which the rest of a start is built on meanwhile."""
 
     done: Future[None]
-    stopped: threading.Event
+    give_up: Callable[[], None]
+    """Ends reading, also from a disk that does not answer."""
     unread: Callable[[], int]
     """Returns the bytes of the store that are not there yet."""
     builders: contextlib.ExitStack
@@ -46,7 +46,7 @@ class Reading:
 
     def stop(self) -> None:
         """Returns when nothing is read any more."""
-        self.stopped.set()
+        self.give_up()
         wait([self.done])
 
 

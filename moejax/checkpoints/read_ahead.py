@@ -28,7 +28,7 @@ def read_ahead(model: str) -> None:
 def _advise(model: str) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # also of a path that is none
         path = Path(model).expanduser()
-        files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.safetensors"))
+        files = [path] if path.suffix == ".gguf" else sorted(path.glob("model*.safetensors"))
         sizes = [file.stat().st_size for file in files]
         if 2 * sum(sizes) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             return

@@ -171,6 +171,10 @@ class TensorCheckpoint(Checkpoint):
             why = "has its codes in another order"
         elif version == DENSE and stored != dtype:
             why, into = f"is in {stored}, not {dtype}", f"{into} --dtype {dtype}"
+        elif version != DENSE and isinstance(file, GgufFile) and stored not in KINDS:
+            why = "is not quantized, as others of its expert are"
+        elif version != DENSE and dtype == "float16":
+            why, into = "may have scales that float16 cannot hold", f"{into} --dtype bfloat16"
         if why:
             raise UserError(
                 f"{file.path}: store='file' reads experts as they are, and tensor {name} {why}; "

@@ -205,7 +205,7 @@ def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> N
 def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
     """Starts the model, with progress unless --quiet or --json is given. Notes are not logged,
     since the command prints every note itself."""
-    if not str(options.get("store", "")).startswith("file"):
+    if str(options.get("store", "memory")).startswith("memory"):
         read_ahead(args.model)
     with _without_collection():
         from moejax import LLM

@@ -81,21 +81,23 @@ class TokenRules:
         """Returns `words` as they would be after each of the tokens, up to the first token that may
         not come, ends the grammar, or leaves nothing that may come."""
         found, now, taken = [], self.words, 0
-        for i, token in enumerate(tokens, 1):
-            if not now[token // 32] & _bit(token):
-                break
-            if self._matcher is not None:
-                if not self._matcher.consume_token(token):
+        try:
+            for i, token in enumerate(tokens, 1):
+                if not now[token // 32] & _bit(token):
                     break
-                taken += 1
-                if self._matcher.is_stopped():
+                if self._matcher is not None:
+                    if not self._matcher.consume_token(token):
+                        break
+                    taken += 1
+                    if self._matcher.is_stopped():
+                        break
+                now = self._words_after([*output, *tokens[:i]]) if self.waits else self.words
+                if not now.any():
                     break
-            now = self._words_after([*output, *tokens[:i]]) if self.waits else self.words
-            if not now.any():
-                break
-            found.append(now)
-        if self._matcher is not None and taken:
-            self._matcher.rollback(taken)
+                found.append(now)
+        finally:
+            if self._matcher is not None and taken:
+                self._matcher.rollback(taken)
         return found
 
     def _next(self, output: Sequence[int]) -> None:

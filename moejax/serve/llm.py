@@ -125,7 +125,7 @@ class LLM:
             require_writable(options.memory.kv_dir)
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
-        if options.memory.store.name != "file":
+        if options.memory.store.name == "memory":
             read_ahead(str(directory))
         settings = settings.of_model(record_version(directory))
         speculation = options.runtime.speculative_config

@@ -139,6 +139,7 @@ def take_from_pool(
     tables: Tables,
     layer: jax.Array,
     now: jax.Array,
+    near: int,
     wanted: jax.Array,
     due: jax.Array,
     size: int,
@@ -148,7 +149,7 @@ def take_from_pool(
 
     Returns (tables, the list).
     """
-    found = pool_entries(tables, layer, now, wanted, due, size, jnp)
+    found = pool_entries(tables, layer, now, near, wanted, due, size, jnp)
     goes = found.fits & found.comes
     moves = (found.giver, found.place, found.owner, jnp.broadcast_to(layer, (size,)), found.cell)
     tables = hand_over_cells(tables, HandOvers(*(jnp.where(goes, each, -1) for each in moves)))
@@ -278,7 +279,8 @@ class Lookahead:
         layer, size = jnp.minimum(target, layers - 1), self.entries
         due = jnp.broadcast_to(due & (target < layers), wanted.shape)
         if self.search.pooled:
-            tables, entries = take_from_pool(tables, layer, now, wanted, due, size)
+            near = self.search.distance
+            tables, entries = take_from_pool(tables, layer, now, near, wanted, due, size)
         else:
             entries = list_entries(tables, layer, wanted, due, size)
         given = entries._replace(layer=entries.layer + zero_after(after))

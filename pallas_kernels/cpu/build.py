@@ -86,7 +86,7 @@ def _machine(compiler: Sequence[str]) -> str:
     pairs = itertools.pairwise(compiler)
     told = [after for word, after in pairs if word.lstrip("-") == "target"]
     name = (told[-1] if told else _run([*compiler, "-dumpmachine"])).split("-")[0]
-    return "x86_64" if name == "amd64" else name
+    return {"amd64": "x86_64", "native": os.uname().machine}.get(name, name)
 
 
 def _is_for_here(compiler: Sequence[str]) -> bool:

@@ -236,6 +236,22 @@ int put_blocks(const BlockMatrix& m, const uint8_t* raw, uint8_t* record) {
   return 0;
 }
 
+bool has_finite_numbers(const BlockMatrix& m, const uint8_t* record) {
+  const Layout& layout = kLayouts[m.kind];
+  for (int f = SCALES; f < FIELDS; f++) {
+    const int64_t size = size_of(layout, m, f);
+    const uint8_t* const at = record + m.places[f];
+    if (m.kind == MXFP4) {  // powers of two
+      if (std::find(at, at + size, 0xFF) != at + size) return false;
+    } else if (layout.numbers[f].item == 2) {  // float16
+      bool found = false;
+      for (int64_t i = 1; i < size; i += 2) found |= (at[i] & 0x7C) == 0x7C;
+      if (found) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace moejax
 
 // As put_blocks, with the matrix's places from `record` on.

@@ -17,4 +17,7 @@ struct BlockMatrix {
 // no whole blocks.
 int put_blocks(const BlockMatrix& matrix, const uint8_t* raw, uint8_t* record);
 
+// Whether no scale or minimum that put_blocks has put there is infinite or NaN.
+bool has_finite_numbers(const BlockMatrix& matrix, const uint8_t* record);
+
 }  // namespace moejax

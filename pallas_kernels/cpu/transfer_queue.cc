@@ -669,10 +669,10 @@ std::string TransferQueue::move_blocks(Transfer& transfer, const Chunk& chunk, B
     if (!failure.empty()) return failure;
     raw = to;
   }
-  if (put_blocks(matrix, raw, reinterpret_cast<uint8_t*>(transfer.request.destination))) {
-    return "the record has no room for a matrix";
-  }
-  return "";
+  auto* const record = reinterpret_cast<uint8_t*>(transfer.request.destination);
+  if (put_blocks(matrix, raw, record)) return "the record has no room for a matrix";
+  if (has_finite_numbers(matrix, record)) return "";
+  return "a matrix has scales that are NaN or infinite; the file is damaged";
 }
 
 // A chunk's bytes as they lie, to `to`.

@@ -68,7 +68,7 @@ import numpy as np
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import median_interval
-from scripts.bench.peer_engines import Task, log_softmax
+from scripts.bench.peer_engines import PROCESS, Task, log_softmax
 from scripts.parts.big_checkpoint import write_checkpoint
 from scripts.parts.cgroup import drop_pages, memory_group
 from scripts.parts.commands import new_parser, positive, refusing
@@ -304,11 +304,18 @@ def worker_of(args: argparse.Namespace, name: str, task: Task) -> Iterator[Worke
     if name.startswith("llama.cpp"):
         python = args.llama_python
     with ExitStack() as stack:
-        if task.memory or args.cold:
-            drop_pages(Path(task.model))
         if task.memory and name.startswith("moejax"):
+            if task.memory <= PROCESS:
+                raise UserError(
+                    f"{task.memory:,} bytes are less than the {PROCESS:,} of moejax's process "
+                    "without a model; give a larger share in --memory, or more --layers"
+                )
             with contextlib.closing(Worker(name, python, task)) as compiles:  # which takes more
                 compiles.answer()
+                if args.job:
+                    compiles.ask("job", most=2)
+        if task.memory or args.cold:
+            drop_pages(Path(task.model))
         if task.memory:
             group, peak = stack.enter_context(memory_group(name.replace(" ", "-"), task.memory))
         yield stack.enter_context(contextlib.closing(Worker(name, python, task, group, peak)))

@@ -15,7 +15,9 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 def in_cgroup(directory: Path, limit: str, value: str) -> list[str]:
     """The beginning of a command in a control group with this limit."""
-    script = f'echo {value} > {directory}/{limit}; echo $$ > {directory}/cgroup.procs; exec "$@"'
+    script = (
+        f'echo {value} > {directory}/{limit} && echo $$ > {directory}/cgroup.procs && exec "$@"'
+    )
     return ["sh", "-c", script, "sh"]
 
 

@@ -135,6 +135,54 @@ def test_columns_behind_whole_vectors_have_the_bits_of_the_reference(version):
         assert np.abs(np.asarray(wanted)[: rows * spec.top_k, -8:]).max() > 0
 
 
+def filled(record: np.ndarray, fmt: RecordFormat, largest: dict[str, bool]) -> None:
+    """Every code of a matrix its largest integer, or its smallest; one scale for all."""
+    for name, (first, rows) in fmt.parts.items():
+        matrix, _, field = name.partition("_")
+        encoding = fmt.encodings[matrix]
+        integers, up = encoding.integers[0], largest[matrix]
+        code = int(np.argmax(integers) if up else np.argmin(integers))
+        low, high = code & (1 << encoding.bits) - 1, code >> encoding.bits
+        each = {"codes": (low, encoding.bits), "highs": (high, encoding.high), "zeros": (0, 8)}
+        # A number in every type of a scale.
+        value, bits = each.get(field, (0x7F if "e8m0" in encoding.scale else 0x34, 8))
+        if field == "zeros" and not up:
+            value = (1 << encoding.bits) - 1
+        record[..., first : first + rows, :] = sum(value << i for i in range(0, 16, bits))
+
+
+@NATIVE
+@pytest.mark.parametrize("version", EACH)
+def test_sums_of_the_largest_integers_fit(version):
+    """Of activations that are all ± 127, beside numpy's whole numbers, and of hidden values too."""
+    placed, count = lay_out([[(version, 48)]], 512, "bfloat16")
+    fmt, x = placed[0][0].format, np.full((5, 512), 3, np.float32)
+    x[::2] = -3
+    for up in (True, False):
+        record = np.zeros((fmt.rows, 512), np.uint16)
+        filled(record, fmt, {"up": up})
+        weights = CodedWeights(jnp.asarray(record.reshape(-1)[:count]), placed)
+        wanted = by_numpy(jnp.asarray(x), jnp.asarray(record), fmt)
+        for rows in (3, 5):
+            options = LinearOptions(implementation="cpu", arithmetic="int8")
+            some = jnp.asarray(x[:rows], jnp.bfloat16)
+            found = linear(some, weights, 0, options=options, out_dtype=jnp.float32)
+            same_bits(found, wanted[:rows])
+    spec = Spec(6, "bfloat16", hidden=256, width=256, experts=4, versions=(version,))
+    case = experts.case(spec, 0, resident=())
+    ids = np.full((6, 2), 4, np.int32)
+    ids[:, 0], ids[:2, 1], ids[2, 1] = 0, 1, 2  # of 6, 2 and 1 tokens
+    case = dataclasses.replace(case, ids=ids, x=jnp.full((6, 256), 3, jnp.bfloat16))
+    for up, down in ((True, True), (True, False), (False, True), (False, False)):
+        filled(case.stores[0], case.formats[0].store, {"gate": True, "up": up, "down": down})
+        found, wanted = (
+            np.asarray(experts.run(spec, name, case, activation="relu", arithmetic="int8"))
+            for name in ("cpu", "xla")
+        )
+        same_bits(found, wanted)
+        assert np.abs(found[0]).min() > 0
+
+
 @NATIVE
 @pytest.mark.slow
 def test_every_instruction_set_has_them():

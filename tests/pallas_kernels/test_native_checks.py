@@ -124,4 +124,5 @@ def test_mistakes_are_found(mutant, tmp_path):
     changed = [tmp_path / "mutant.cc" if each == source else each for each in sources]
     program = compiled(tmp_path, changed)
     rounds = 100 if sources is TRANSFERS else 10
-    assert any(run(program, sources, seed, rounds).returncode for seed in range(5))
+    # A signal would end it without the mistake too.
+    assert any(run(program, sources, seed, rounds).returncode > 0 for seed in range(5))

@@ -269,7 +269,8 @@ def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
     """Returns the arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH),
     placement=NAME or FILE.py:CLASS, each with optional settings, `mixtral-offloading,count=1`;
     several with + between them. LRU evicts if none of them does. NAME=train learns from the texts'
-    training part; oracle=run and belady=run are controls that know the run.
+    training part; oracle=run, clairvoyant=run and belady=run are controls that know
+    the run.
 
     - `home`: where relative files are.
     - `shared`: whether experts and KV share a memory, whose line policies may move (MOVERS too).

@@ -463,13 +463,17 @@ def listed_by_the_rule(staging, tables, queues) -> list[Entry]:
     return found
 
 
+def test_stages_of_an_expert_below_zero_are_not_those_of_another():
+    assert stages_at(0, np.array([-1, 2]), "x") == (Stage(0, -1, 0, "x"), Stage(0, 2, 0, "x"))
+
+
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_lists_are_those_of_the_rule(seed):
     """Queues of changes and of stages, in arrays or one by one, in two versions, with transfers in
     flight: the most urgent first, into cells of unwanted experts, then of less urgent ones."""
     rng = np.random.default_rng(seed)
-    experts, cells = 12, 7
+    experts, cells, some = 12, 7, int(rng.integers(1, 7))
     sizes = {"dense": np.array([100, 100]), "small": np.array([40, 40])}
     told = spec(
         experts=experts,
@@ -478,7 +482,9 @@ def test_lists_are_those_of_the_rule(seed):
         stage_entries=int(rng.integers(1, 9)),
         staging_bytes=int(rng.integers(100, 1200)),
     )
-    tables = cold_tables(np.full((LAYERS, 2), (4, 3)), experts, rng.integers(0, 2, 3), cells)
+    tables = cold_tables(
+        np.full((LAYERS, 2), (some, cells - some)), experts, rng.integers(0, 2, 3), cells
+    )
     for layer in range(LAYERS):
         owners = rng.permutation(experts)[:cells]
         owners[rng.random(cells) < 0.2] = -1

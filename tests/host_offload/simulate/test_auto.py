@@ -337,6 +337,12 @@ def test_kv_gets_what_its_peak_needs():
         longest = max(longest, state.fresh)
         if decision.cells is not None:
             wanted.append((step, decision.cells.tolist(), decision.kv_pages))
+    rest = state._replace(rest=50, half=25, fresh=policy.window - 1, load=policy._load(seen))
+    crowded = dataclasses.replace(
+        seen, step=40, kv_used=300, kv_pages=300, waiting=6, waiting_tokens=600
+    )
+    state, decision = policy.decide(rest, crowded)  # where a window of the rest ends, too
+    assert decision.cells is not None and decision.cells[0] < EXPERTS
     (first, experts, pages), (then, fewer, more), *_ = wanted
     assert first == 7 and experts == [EXPERTS] * LAYERS and pages >= 10
     assert then == 12 and fewer[0] < EXPERTS and more > 60

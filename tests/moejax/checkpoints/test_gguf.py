@@ -269,6 +269,20 @@ def test_experts_stay_in_the_file_with_the_same_bits(experts, down, directory):
     assert found == wanted and stats["store"]["file_bytes"] > 0
 
 
+def test_damaged_scales_are_found_when_an_expert_is_read_from_the_file(directory):
+    path = directory / "damaged.gguf"
+    gguf_model(path, experts="Q5_K", **WIDE)
+    begin = read_gguf(path)[0].tensors["blk.1.ffn_up_exps.weight"].begin
+    with path.open("r+b") as file:
+        for expert in range(4):
+            file.seek(begin + expert * 176 * 256 + 2)
+            file.write(np.float16("nan").tobytes())
+    with pytest.raises(Exception, match=r"damaged.gguf.*scales that are NaN or infinite"):
+        run(path, expert_budget="50%", store="file")
+    with pytest.raises(UserError, match="may have scales that float16 cannot hold"):
+        run(path, "float16", expert_budget="50%", store="file")
+
+
 @pytest.mark.slow
 def test_matrices_of_products_stay_in_codes_with_the_bits_of_their_weights(directory, capsys):
     path = directory / "coded.gguf"

@@ -32,13 +32,21 @@ def wait():
 def test_every_byte_is_asked_for_once_and_files_larger_than_memory_are_not(
     advised, tmp_path, monkeypatch
 ):
-    for name, size in (("b.safetensors", 100 << 20), ("a.safetensors", 10), ("c.bin", 10)):
+    for name, size in (
+        ("model-b.safetensors", 100 << 20),
+        ("model-a.safetensors", 10),
+        ("consolidated.safetensors", 10),
+    ):
         with (tmp_path / name).open("wb") as file:
             file.truncate(size)
     for _ in range(2):
         read_ahead(str(tmp_path))
     wait()
-    places = ("a.safetensors", 0), ("b.safetensors", 0), ("b.safetensors", 64 << 20)
+    places = (
+        ("model-a.safetensors", 0),
+        ("model-b.safetensors", 0),
+        ("model-b.safetensors", 64 << 20),
+    )
     assert advised == [(*place, os.POSIX_FADV_WILLNEED) for place in places]
     read_ahead.cache_clear()
     pages = os.sysconf("SC_PAGE_SIZE")

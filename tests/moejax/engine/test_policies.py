@@ -68,7 +68,7 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "next layer": (HOST, (CoActivation(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
-QUICK = {"fifo"}
+QUICK = {"fifo", "next layer"}
 """With the programs of test_what_an_engine_says_of_its_policies."""
 
 

@@ -197,20 +197,20 @@ def test_the_most_urgent_are_the_likeliest_over_distance():
 
 
 def test_of_a_pool_the_cells_of_least_value_are_taken():
-    """Of all layers but those between the last one and this: expert by expert, in a step and in the
-    simulator alike."""
-    taken = jax.jit(take_from_pool, static_argnums=5)
+    """Of all layers but the near ones, for which experts were just fetched: expert by expert, in a
+    step and in the simulator alike."""
+    taken = jax.jit(take_from_pool, static_argnums=(3, 6))
     rng, moved = np.random.default_rng(8), 0
-    for layer, now in ((0, -1), (2, -1), (3, 0), (4, 1), (1, 0)) * 8:
+    for layer, now, near in ((0, -1, 1), (2, -1, 3), (3, 0, 3), (4, 1, 3), (1, 0, 3)) * 8:
         tables = random_tables(rng, int(rng.integers(2, E - 3)), tuple(range(L)))
         wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
         due = rng.random(E) < 0.9
-        expected = take_by_hand(tables.copy(), layer, now, wanted, due)
+        expected = take_by_hand(tables.copy(), layer, now, near, wanted, due)
         given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
-        made = taken(given, jnp.int32(layer), jnp.int32(now), wanted, due, 6)
+        made = taken(given, jnp.int32(layer), jnp.int32(now), near, wanted, due, 6)
         after, listed = jax.tree.map(np.asarray, made)
         device = PagerDevice(tables.copy(), np.ones((1, L), np.int64))
-        entries = device._take_from_pool(layer, now, wanted, due, 6)
+        entries = device._take_from_pool(layer, now, near, wanted, due, 6)
         assert [(e.expert, e.cell) for e in entries] == [(e, c) for e, c, _ in expected]
         assert [tuple(entry) for entry in np.array(listed).T.tolist() if entry[0] >= 0] == [
             (layer, expert, 0, cell) for expert, cell, _ in expected
@@ -224,11 +224,13 @@ def test_of_a_pool_the_cells_of_least_value_are_taken():
     assert moved > 30
 
 
-def take_by_hand(tables: Residency, layer: int, now: int, wanted: np.ndarray, due: np.ndarray):
+def take_by_hand(
+    tables: Residency, layer: int, now: int, near: int, wanted: np.ndarray, due: np.ndarray
+):
     """(expert, cell, row) of the first six transfers."""
     worth = []
     for (of, cell), row in np.ndenumerate(tables.cell_row):
-        if row < 0 or now < of < layer:
+        if row < 0 or (of != layer and now < of <= now + near):
             continue
         owner = int(tables.owner[of, cell])
         if owner < 0:

@@ -188,13 +188,13 @@ class PooledEntries(NamedTuple):
 
 
 def pool_entries(
-    tables: Any, layer: Any, now: Any, wanted: Any, due: Any, size: int, xp: Any
+    tables: Any, layer: Any, now: Any, near: int, wanted: Any, due: Any, size: int, xp: Any
 ) -> PooledEntries:
     """The transfers of entries_of, if cells of all layers are one pool (section 4.5).
 
     Evict in this order: empty cells of the layer, of other layers, unwanted experts by the victim
-    key of plan, experts of the layer that are wanted less than the new one. Layers after `now` and
-    before this one keep theirs, since a step has just fetched for them.
+    key of plan, experts of the layer that are wanted less than the new one. The `near` layers
+    after `now` keep theirs, since a step has just fetched for them.
 
     - `tables`: Residency, or a step's Tables.
     - `now`: the layer that was computed last; −1: none.
@@ -213,7 +213,7 @@ def pool_entries(
     age = tables.clock[:, None] + np.int32(1) - tables.last_used
     key = victim_key(age, of_owner(tables.frequency), of_owner(tables.prior), tables.victim_weights)
     kind = xp.where(owned, 2 + (worth > 0), 1 - own.astype(np.int32))
-    candidate = (tables.cell_row >= 0) & (own | (number <= now) | (number > layer))
+    candidate = (tables.cell_row >= 0) & (own | (number <= now) | (number > now + near))
     order = owner * owned, number + 0 * owner, tables.last_used * owned, key * owned, worth, kind
     given = xp.lexsort([each.ravel() for each in (*order, ~candidate)])[:size]
     expert, absent = xp.arange(len(wanted)), due & (wanted > 0) & (tables.address[layer] < 0)
