@@ -215,7 +215,10 @@ def test_update_is_in_place_at_full_size_on_an_h200():
 
 @pytest.mark.parametrize("shape", [(48, 40), (7, 5), (16, 1), (73, 130)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_transposed(shape, dtype):
+@pytest.mark.parametrize("native", [True, False])
+def test_transposed(shape, dtype, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(store_module, "transpose", lambda *arrays: False)
     matrix = np.arange(shape[0] * shape[1], dtype=dtype).reshape(shape)
     wide = np.zeros((shape[1], shape[0] + 3), dtype)
     copy_transposed(wide[:, 2:-1], matrix)  # a part of wider rows
