@@ -672,7 +672,8 @@ std::string TransferQueue::move_blocks(Transfer& transfer, const Chunk& chunk, B
   auto* const record = reinterpret_cast<uint8_t*>(transfer.request.destination);
   if (put_blocks(matrix, raw, record)) return "the record has no room for a matrix";
   if (has_finite_numbers(matrix, record)) return "";
-  return "a matrix has scales that are NaN or infinite; the file is damaged";
+  const File* const from = transfer.opened[part].file;
+  return (from ? from->path + " is damaged: " : "") + "a matrix has scales that are NaN or infinite";
 }
 
 // A chunk's bytes as they lie, to `to`.

@@ -168,9 +168,10 @@ def draw(plot: Plot) -> str:
         for i, one in enumerate(plot.series):
             xs, ys = [x for x, _ in one.points], [y for _, (y, _, _) in one.points]
             if one.bound:
-                style = {"linestyle": ("--", ":", "-.")[i % 3], "color": "grey"}
-                mark = "_" if len(xs) == 1 else None  # there is no line through one point
-                axes.plot(xs, ys, marker=mark, markersize=16, label=one.name, **style)
+                line, mark = ("--", ":", "-.")[i % 3], None
+                if len(xs) == 1:  # there is no line through one point
+                    mark = "_"
+                axes.plot(xs, ys, line, color="grey", marker=mark, markersize=16, label=one.name)
                 continue
             ends = [[y - low for _, (y, low, _) in one.points]]
             ends.append([high - y for _, (y, _, high) in one.points])
