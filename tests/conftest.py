@@ -59,6 +59,7 @@ _SLOW_DATA = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "random", deadline=None, suppress_health_check=_SLOW_DATA, print_blob=True, max_examples=20
 )
+hypothesis.settings.register_profile("whole", deadline=None, suppress_health_check=_SLOW_DATA)
 hypothesis.settings.register_profile(
     "ci", hypothesis.settings.get_profile("random"), derandomize=True
 )
@@ -86,6 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from pallas_kernels.cpu.build import BuildError
     from tests.faults import use_faulty_library
 
+    if not (config.option.markexpr or config.option.hypothesis_profile):
+        hypothesis.settings.load_profile("whole")
     if "not slow" in config.option.markexpr:
         os.environ["MOEJAX_QUICK_TESTS"] = "1"  # see tests/pallas_kernels/contract.py
     try:
