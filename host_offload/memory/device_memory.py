@@ -15,8 +15,10 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:  # some ask for the host's memory before jax is imported
+    import jax
 
 SHARE = 0.85
 """The part of free memory that the arena may take if the size of activations is not known. The rest

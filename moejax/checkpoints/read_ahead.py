@@ -11,13 +11,15 @@ import os
 import threading
 from pathlib import Path
 
+from host_offload.memory.device_memory import host_available_bytes
+
 _AT_ONCE = 64 << 20
 
 
 @functools.cache
 def read_ahead(model: str) -> None:
-    """Begins to read, in a thread, the files of a local checkpoint of which memory can hold two
-    copies. An error is not told: loading meets it too.
+    """Begins to read, in a thread, the files of a local checkpoint of which the memory that this
+    process can take holds two copies. An error is not told: loading meets it too.
 
     - `model`: a directory with safetensors files, or a GGUF file; nothing is read of another.
     """
@@ -30,7 +32,7 @@ def _advise(model: str) -> None:
         path = Path(model).expanduser()
         files = [path] if path.suffix == ".gguf" else sorted(path.glob("model*.safetensors"))
         sizes = [file.stat().st_size for file in files]
-        if 2 * sum(sizes) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        if 2 * sum(sizes) > host_available_bytes():
             return
         for file, size in zip(files, sizes, strict=True):
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
