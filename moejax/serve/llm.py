@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import numpy as np
 
+from host_offload.memory.budget import ArenaTooSmall, format_bytes
 from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
 from host_offload.simulate.auto import describe_choice
@@ -155,13 +156,17 @@ class LLM:
             self._drafter: LLM | None = None
             try:
                 self._drafter = _start_drafter(options)
-                self.engine, self.plan = start_engine(
-                    loaded,
-                    settings,
-                    self.device,
-                    tokenizer=lambda: check_vocabulary(tokenizer.result(), loaded.config, words),
-                    drafter=self._drafter and self._drafter.engine,
-                )
+                with _beside_drafter(settings, self._drafter) as (settings, notes):
+                    self.engine, self.plan = start_engine(
+                        loaded,
+                        settings,
+                        self.device,
+                        tokenizer=lambda: check_vocabulary(
+                            tokenizer.result(), loaded.config, words
+                        ),
+                        drafter=self._drafter and self._drafter.engine,
+                    )
+                self._notes = (*self._notes, *notes)
             except BaseException:
                 if self._drafter is not None:
                     self._drafter.close()
@@ -604,14 +609,36 @@ class LLM:
 
 def _start_drafter(options: Config) -> LLM | None:
     """Starts the model that drafts, with the limits and on the device of the model that it drafts
-    for; None if the options name none. Its memory is its own. Also the checkpoint's own layer that
-    predicts further tokens is a model of its own: it then has all that models have, for every
-    device and kind of checkpoint, and shares no page, cell or count with the model."""
+    for; None if the options name none. Its cells and pages are its own. Also the checkpoint's own
+    layer that predicts further tokens is a model of its own: it then has all that models have, for
+    every device and kind of checkpoint, and shares no page, cell or count with the model."""
     if (own := _drafter_options(options)) is None:
         return None
     drafter = LLM.__new__(LLM)
     drafter._begin(own, predictor=_drafts_itself(options))
     return drafter
+
+
+@contextmanager
+def _beside_drafter(
+    settings: Settings, drafter: LLM | None
+) -> Iterator[tuple[Settings, tuple[str, ...]]]:
+    """Yields (settings, notes) with what the model that drafts leaves of `memory`, if that is
+    given. In the block ArenaTooSmall says how much it takes."""
+    options = settings.options
+    if drafter is None or (given := options.memory.memory) is None:
+        yield settings, ()
+        return
+    budget = drafter.plan.budget
+    taken = (budget.slots + budget.in_place) * drafter.plan.steps.layout.slot_bytes
+    note = f"the model that drafts takes {format_bytes(taken)} of memory {format_bytes(given)}"
+    memory = dataclasses.replace(options.memory, memory=max(given - taken, 1))  # too small
+    options = dataclasses.replace(options, memory=memory)
+    try:
+        yield dataclasses.replace(settings, options=options), (note,)
+    except ArenaTooSmall as error:
+        least = error.smallest_bytes + taken
+        raise ArenaTooSmall(f"{note}, and {error}", least, error.largest_model_len) from error
 
 
 def _estimate_drafter(options: Config) -> tuple[int, ...]:

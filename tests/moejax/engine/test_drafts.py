@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from host_offload.memory.budget import ArenaTooSmall
 from moejax import LLM, SamplingParams, StructuredOutputsParams, UserError
 from moejax.commands.main import main
 from moejax.engine import loop, scheduler
@@ -512,6 +513,23 @@ def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch, error, caplog
     modeled.engine.drafts = drafts
     modeled.generate(prompt, params, use_tqdm=False)
     assert modeled.engine.drafts is drafts and next(steps) > used + 3
+
+
+@pytest.mark.slow
+def test_memory_counts_the_model_that_drafts():
+    """And where it leaves too little, the message says how much of it works."""
+    config = {"method": "draft_model", "model": "demo"}
+    with pytest.raises(ArenaTooSmall, match=r"takes .* of memory 1 MiB, and arena") as found:
+        open_llm(memory="1MiB", speculative_config=config)
+    memory = found.value.smallest_bytes
+    with open_llm(memory=memory, speculative_config=config) as llm:
+        assert llm._drafter is not None
+        held = [
+            (each.plan.budget.slots + each.plan.budget.in_place) * each.plan.steps.layout.slot_bytes
+            for each in (llm, llm._drafter)
+        ]
+        assert min(held) > 0 and sum(held) == memory
+        assert any("the model that drafts takes" in note for note in llm.explain().notes)
 
 
 @pytest.mark.parametrize(("vocabulary", "states"), [(512, 0), (4096, 1)])
