@@ -169,13 +169,13 @@ class Control:
     def rest(self, glance: Glance, start_s: float) -> bool:
         """Whether no policy needs a step that was read. Otherwise call after_read.
 
-        - `start_s`: when the step was dispatched.
+        - `glance`: its seconds are those of time.perf_counter.
+        - `start_s`: when the step was dispatched, likewise.
         """
-        if not self.controller.rest(glance):
-            return False
         if self._origin_s is None:
             self._origin_s = start_s
-        return True
+        seconds = glance.seconds - self._origin_s
+        return self.controller.rest(glance._replace(seconds=seconds))
 
     def after_read(self, record: StepRecord, needed: bool = False) -> None:
         """Runs the policies of steps, intervals and turns after a step was read.

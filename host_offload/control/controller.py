@@ -365,7 +365,7 @@ class Controller:
         - `tables`: after the step, needed if needs_residency.
         - `needed`: whether `rest` was asked and said that a policy needs the step.
         """
-        if not needed and self.may_rest and self.rest(glance_of(record)):
+        if not needed and self.may_rest and self.rest(glance_of(record, seconds)):
             return
         if tables is not None:
             self.see(tables)
@@ -627,15 +627,19 @@ class Controller:
             self.listener(event)
 
 
-def glance_of(record: StepRecord) -> Glance:
-    """Returns the glance of a step by its record. A trace may lack some of it."""
+def glance_of(record: StepRecord, seconds: float) -> Glance:
+    """Returns the glance of a step by its record. A trace may lack some of it.
+
+    - `seconds`: from the start until the step was read.
+    """
     known = record.fills is not None and record.read_through is not None
     missed = record.fills.sum() + record.read_through.sum() if known else record.missed.sum()
     rows = len(record.ids) if record.rows is None else record.rows
     decode = bool(record.phase.all()) if record.kind is None else record.kind == "decode"
     use = [-1] * len(USES) if record.use is None else record.use.tolist()
-    shown = (use[USES.index(name)] for name in Glance._fields[3:])
-    return Glance(decode, int(rows), int(missed), *shown)
+    shown = (use[USES.index(name)] for name in Glance._fields[6:])
+    compiled = bool(record.compiled)
+    return Glance(decode, int(rows), int(missed), seconds, compiled, lambda: record.ids, *shown)
 
 
 def _read_only(value: Any) -> Any:

@@ -4,6 +4,7 @@ keeps it: each field is written down once, here."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -75,6 +76,11 @@ class Glance(NamedTuple):
     """Of its executable."""
     missed: int
     """Active experts that were not resident."""
+    seconds: float
+    """From the start until it was read."""
+    compiled: bool
+    ids: Callable[[], np.ndarray]
+    """Returns StepRecord.ids."""
     kv_used: int
     """This and the next ones: of PageUse."""
     kv_pages: int

@@ -3,8 +3,13 @@
 An arm is an eviction, with `+split` also a split of memory by need (KV keeps its recent peak and a
 tenth, experts have the rest), or a prefetch with its eviction. A window of decode steps prices the
 arms: seconds of computing and of moves, both corrected by the window's measured times. `choose_arm`
-then decides, a pure function. The same steps with the same times give the same choices, so a replay
-of a trace repeats them.
+then decides, a pure function. It changes to an arm that would have saved more, in the steps since
+the load began or the last change, than the change costs: so whatever comes, changes cost no more
+than what they answer. The same steps with the same times give the same choices, so a replay of a
+trace repeats them.
+
+Watching costs host time, and no more can be gained than misses take. So between windows a rest
+lasts until COST of its misses' time pays for what was watched.
 
 Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
 among the arms, which needs what routers read, a window is simulated under each arm instead, from
@@ -50,22 +55,20 @@ KEEP = 0.5
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
-EAGER, SHORT = 2, 10
-"""Windows after a switch or a new load that follow at once, where a step takes SHORT times as long
-as watching it; else one does."""
-WATCH_S, COST, LONGEST = 1.2e-3, 0.02, 1024
-"""Seconds that a step of a window costs the host, as measured on two cores; the share of all time
-that they may cost, which decides how long no window follows; and most steps of such a rest. A small
-change of misses ends a rest from its half on."""
+WATCH_S, COST = 6e-4, 0.05
+"""Seconds that a step of a window costs the host, as measured on two cores, and the share of the
+misses' time that they may cost."""
+SWITCH_S = 2e-3
+"""Seconds that a change costs beside its moves."""
+AT_ONCE, LONGEST = 64, 4096
+"""Steps: a rest that would be no longer does not begin, since much is missed and little was
+watched; and misses of the longest rest, of which each step counts as one at least."""
 SELDOM = 7
 """Windows of a rest with a prefetch among the arms, since windows are simulated."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
 OTHER_LOAD = 4
-"""Ratio of two steps' rows or sequences by which they are of different loads."""
-LATELY, CHANGE, JUMP = 16, 3.0, 2
-"""Steps over which misses between windows are averaged; by how many standard errors, beside a
-tenth, they change if the load does; and the factor that ends a rest at once."""
+"""Ratio of two steps' sequences by which they are of different loads."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
@@ -77,29 +80,14 @@ class Prices(NamedTuple):
     step_s: tuple[float, ...]
     """Seconds for as many tokens as a decode step of the present arm gives."""
     switch_s: tuple[float, ...]
-    """Seconds to bring the experts that the arm would hold and the present one does not."""
+    """Seconds of changing to it: SWITCH_S and those of the experts that it would hold and the
+    present one does not; 0 for the present one."""
     current: int
-    doubt_s: tuple[float, ...] = ()
-    """Seconds of each step that may be chance, beside the present arm."""
 
 
-def choose_arm(prices: Prices, *, horizon: int, margin: float) -> int:
-    """Returns the arm to run next: the cheapest with its doubt, if it is `margin` cheaper than the
-    present one and gains more within `horizon` steps than the switch costs; else the present
-    one."""
-    sure = np.array(prices.step_s) + (prices.doubt_s or 0.0)
-    best, now = int(np.argmin(sure)), prices.step_s[prices.current]
-    pays = (now - sure[best]) * horizon > prices.switch_s[best]
-    return best if pays and sure[best] < now * (1 - margin) else prices.current
-
-
-def prices_of(steps: np.ndarray, switch_s: np.ndarray, current: int, sure: float) -> Prices:
-    """Returns the prices by float64[A, n] seconds of steps under each arm."""
-    beside = steps - steps[current]
-    doubt = sure * beside.std(axis=1) / math.sqrt(steps.shape[1])
-    each = (part.tolist() for part in (steps.mean(axis=1), switch_s, doubt))
-    step_s, switch, doubts = map(tuple, each)
-    return Prices(step_s, switch, current, doubts)
+def choose_arm(prices: Prices, *, horizon: int) -> int:
+    """Returns the arm with which the next `horizon` steps are cheapest, the change included."""
+    return int(np.argmin(np.array(prices.step_s) * horizon + prices.switch_s))
 
 
 def correct(
@@ -123,23 +111,9 @@ def correct(
     return float(least[0]), float(least[1])
 
 
-class Load(NamedTuple):
-    """What a step serves."""
-
-    rows: int
-    """Of its executable."""
-    running: int = 1
-    """Sequences that go on, at least 1."""
-
-    def differs(self, other: Load) -> bool:
-        """Whether it is another load than that of another step."""
-        return any(max(a, b) >= OTHER_LOAD * min(a, b) for a, b in zip(self, other, strict=True))
-
-
 class Sample(NamedTuple):
     """A decode step of a window."""
 
-    load: Load
     seconds: float
     compute_s: float
     missed: int
@@ -196,16 +170,14 @@ class Watched(NamedTuple):
     """Measured over predicted seconds of computing and of moves."""
     seconds: float = 0.0
     """When the step before was read."""
-    windows: int = 0
-    """Since the last switch or rest."""
+    watched: int = 0
+    """Decode steps watched since the last rest."""
+    held: int = 0
+    """Decode steps since the load began or the arm changed."""
     rest: int = 0
-    """Decode steps until the next window begins."""
-    half: int = 0
-    """Steps left of the rest at its half."""
-    load: Load = Load(0)
-    """Of the last step before a rest."""
-    missed: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Misses a step: of the last window, lately, and their least change if the load changes."""
+    """Misses until the next window begins; 0: there is one."""
+    load: int = 0
+    """Sequences of the present load's first step."""
     switches: int = 0
     switched: int = 0
     """Experts that the switches moved, as predicted."""
@@ -233,12 +205,6 @@ class Auto:
     """Where the predicted times are from."""
     window: int = 8
     """Decode steps between choices."""
-    horizon: int = 512
-    """Decode steps for which a choice is expected to hold."""
-    margin: float = 0.02
-    """Share by which another arm must be cheaper."""
-    sure: float = 1.5
-    """Standard errors of its advantage that do not count."""
     forced: int | None = None
     """Seed of choices at random, for tests; None: by prices."""
     bare: bool = False
@@ -323,27 +289,12 @@ class Auto:
         return Watched(spec, 0, inner, shadows, division, cap, ratios=self.ratios, said=said)
 
     def rests(self, state: Watched, glance: Glance) -> Watched | None:
-        """Passes the steps between windows, and with one arm all but those that move its split."""
-        if self.ahead or (SPLIT in self.arms[state.arm] and _is_short(state, glance)):
-            return None
-        if len(self.arms) == 1:
-            if "cells" not in self.writes:
-                return state
-            state = self._watch_kv(state, glance)._replace(fresh=state.fresh + glance.decode)
-            if state.fresh < self.window:
-                return state
-            state, decision = self._fit_window(state, glance)
-            return state._replace(fresh=0) if decision.cells is None else None
-        if not state.rest:
-            return None
-        if not self.bare:
-            state = self._watch_kv(state, glance)
-        if not math.isnan(state.seconds):
-            state = state._replace(seconds=math.nan)
-        if not glance.decode:
+        """Passes the steps that end no window and change no split."""
+        if len(self.arms) == 1 and "cells" not in self.writes:
             return state
-        load = Load(glance.rows, max(glance.running, 1))
-        state, decision = self._pass(state, glance, load, glance.missed)
+        if self.ahead or self._ends_window(state, glance, state.fresh + 1):
+            return None
+        state, decision = self._end_step(state, glance)
         return state if decision.cells is None else None
 
     def active(self, state: Watched) -> frozenset[Moment]:
@@ -355,7 +306,7 @@ class Auto:
         state, asked = self._ask(state, seen)
         if seen.moment != Moment.STEP_END:
             return state, asked
-        state, own = self._end_step(state, seen)
+        state, own = self._end_step(state, self._glance(seen), seen)
         said = {name: value for name, value in vars(own).items() if value is not None}
         if not said:
             return state, asked
@@ -371,96 +322,112 @@ class Auto:
                 said |= {name: value for name, value in vars(decision).items() if value is not None}
         return state._replace(inner=tuple(states)), Decision(**said)
 
-    def _end_step(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
-        took = seen.seconds - state.seconds
-        state = state._replace(seconds=seen.seconds)
+    def _glance(self, seen: Observation) -> Glance:
+        """Returns what `rests` is shown of a step."""
+        use = (
+            (0, 0, 0, 0, 0, 0)
+            if self.bare
+            else (
+                *(seen.kv_used, seen.kv_pages, seen.kv_swapped),
+                *(seen.running, seen.waiting, seen.waiting_tokens),
+            )
+        )
+        return Glance(
+            bool(seen.phase.all()) and len(seen.phase) > 0,
+            len(seen.ids) if self.bare else seen.bucket,
+            int(seen.missed.sum()),
+            seen.seconds,
+            bool(seen.compiled),  # None in a bare step
+            lambda: seen.ids,
+            *use,
+        )
+
+    def _end_step(
+        self, state: Watched, seen: Glance, whole: Observation | None = None
+    ) -> tuple[Watched, Decision]:
+        """Returns the state after a step and what is decided.
+
+        - `whole`: what else is known of the step, which the end of a window and arms with a
+          prefetch need.
+        """
         if not self.bare:
             state = self._watch_kv(state, seen)
-        decoded = bool(seen.phase.all()) and len(seen.phase) > 0
         short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
-        if state.rest:
-            decision = Decision()
-            if decoded:
-                state, decision = self._pass(state, seen, self._load(seen), int(seen.missed.sum()))
-            if short and decision.cells is None:
-                return self._fit_kv(state, seen, short)
-            return state, decision
-        if self.ahead and state.tables is None:  # the window begins with the next step
-            return state._replace(tables=tables_of(seen)), Decision()
-        fills = np.zeros(len(self.arms), np.int64)
-        if not self.ahead and len(self.arms) > 1:
-            active = routed_counts(seen.ids, state.spec.experts) > 0
-            shadows, fills = state.shadows.follow(active)
-            state = state._replace(shadows=shadows)
-        state = state._replace(carried=state.carried + fills)
-        # Seconds of a step after a rest are not known; `compiled` is None in a bare step.
-        if decoded and not seen.compiled and not math.isnan(took):
-            state = self._add_sample(state, seen, took)
-        if short or (decoded and state.fresh == 0 and "cells" in self.writes):
+        if seen.decode:
+            state = self._see_load(state, seen.rows if self.bare else max(seen.running, 1))
+        if len(self.arms) == 1 or state.rest:
+            state = self._pass(state, seen)
+        elif self.ahead and state.tables is None:  # the window begins with the next step
+            assert whole is not None
+            return state._replace(seconds=seen.seconds, tables=tables_of(whole)), Decision()
+        else:
+            state = self._watch(state, seen, whole)
+        fits = seen.decode and (state.fresh == 0 or state.held == 1)
+        if "cells" in self.writes and (short or fits):
             fit = functools.partial(self._fit_kv, short=True) if short else self._fit_window
             state, decision = fit(state, seen)
             if decision.cells is not None:
                 return state, decision
-        # Where requests wait for KV, there is little to measure and much to gain.
+        ends = self._ends_window(state, seen, state.fresh)
+        return self._close(state, seen) if ends else (state, Decision())
+
+    def _ends_window(self, state: Watched, seen: Glance, steps: int) -> bool:
+        """Whether the window ends with so many steps: half as many where requests wait for KV,
+        since there is much to gain."""
+        if state.rest or len(self.arms) == 1:
+            return False
         starved = "cells" in self.writes and SPLIT not in self.arms[state.arm]
         starved = starved and _wanted(state.spec, seen) > seen.running
-        enough = state.fresh >= (self._window // 2 if starved else self._window)
-        return self._close(state, seen) if enough else (state, Decision())
+        return steps >= (self._window // 2 if starved else self._window)
 
     @property
     def _window(self) -> int:
         """Decode steps between choices. Of a simulated window the first half does not count."""
         return self.window * (2 if self.ahead else 1)
 
-    def _add_sample(self, state: Watched, seen: Observation, took: float) -> Watched:
-        """Returns the state with a decode step in the window, which begins anew if the load has
-        become another one."""
-        if len(self.arms) == 1:
-            return state._replace(fresh=state.fresh + 1)
-        load, missed = self._load(seen), int(seen.missed.sum())
-        record = record_of(seen) if self.ahead else None
-        fills = np.asarray(state.carried)
-        sample = Sample(load, took, self._compute_s(load.rows), missed, fills, record)
-        if state.fresh < 0:  # the shadows are behind
-            return state._replace(fresh=state.fresh + 1, carried=0)
-        if state.window and not self.ahead and load.differs(state.window[0].load):
-            state = state._replace(window=(), fresh=0, windows=0)
-        window = (*state.window[-(KEPT * self.window - 1) :], sample)
-        return state._replace(window=window, fresh=state.fresh + 1, carried=0)
+    def _see_load(self, state: Watched, load: int) -> Watched:
+        """Returns the state before a decode step of so many sequences. Another load begins anew:
+        shadows that are behind hold what an earlier load used, as every arm would."""
+        if self.ahead and not state.rest:  # its window's records follow one another
+            return state._replace(load=load)
+        if max(load, state.load) < OTHER_LOAD * min(load, state.load):
+            return state
+        return state._replace(load=load, window=(), fresh=0, watched=0, held=0, rest=0)
 
-    def _pass(
-        self, state: Watched, seen: Observation | Glance, load: Load, missed: int
-    ) -> tuple[Watched, Decision]:
-        """Passes a decode step between windows. The split is fitted as often as within them, and to
-        another load at once."""
-        state = self._wait(state, load, missed)
-        if "cells" not in self.writes:
-            return state, Decision()
-        if state.rest:
-            state = state._replace(fresh=(state.fresh + 1) % self.window)
-        return (state, Decision()) if state.fresh > 0 else self._fit_window(state, seen)
-
-    def _load(self, seen: Observation) -> Load:
-        return Load(len(seen.ids)) if self.bare else Load(seen.bucket, max(seen.running, 1))
-
-    def _wait(self, state: Watched, load: Load, missed: int) -> Watched:
-        """Returns the state after a decode step between windows. The next window begins at once if
-        the load has changed."""
-        before, lately, change = state.missed
-        lately += (missed - lately) / LATELY
-        changed = abs(lately - before) > change and (
-            state.rest <= state.half or max(lately, before) > JUMP * min(lately, before) + 1
-        )
-        changed = changed or load.differs(state.load)
-        rest = 0 if changed else state.rest - 1
-        if rest:
-            return state._replace(rest=rest, missed=(before, lately, change))
+    def _watch(self, state: Watched, seen: Glance, whole: Observation | None) -> Watched:
+        """Returns the state after a step of a window."""
+        shadows, fills = state.shadows, np.zeros(len(self.arms), np.int64)
+        if not self.ahead:
+            shadows, fills = shadows.follow(routed_counts(seen.ids(), state.spec.experts) > 0)
+        fills = state.carried + fills
+        if not seen.decode or seen.compiled:
+            return state._replace(seconds=seen.seconds, shadows=shadows, carried=fills)
+        window = state.window
+        if state.fresh >= 0:  # or the shadows are behind
+            took = seen.seconds - state.seconds
+            record = record_of(whole) if self.ahead and whole is not None else None
+            sample = Sample(took, self._compute_s(seen.rows), seen.missed, fills, record)
+            window = (*window[-(KEPT * self.window - 1) :], sample)
         return state._replace(
-            rest=0,
-            fresh=0 if self.ahead else -self.window,
+            seconds=seen.seconds,
+            shadows=shadows,
             carried=0,
-            window=() if changed else state.window,
+            window=window,
+            fresh=state.fresh + 1,
+            watched=state.watched + 1,
+            held=state.held + 1,
         )
+
+    def _pass(self, state: Watched, seen: Glance) -> Watched:
+        """Returns the state after a step of a rest, or of one arm alone. Its `fresh` says when the
+        split is fitted, as often as in windows."""
+        if not seen.decode:
+            return state._replace(seconds=seen.seconds)
+        rest = state.rest - (1 if self.ahead else max(seen.missed, 1))
+        fresh, held = (state.fresh + 1) % self.window, state.held + 1
+        if state.rest and rest <= 0:  # the shadows are behind
+            fresh = 0 if self.ahead else -self.window
+        return state._replace(seconds=seen.seconds, rest=max(rest, 0), fresh=fresh, held=held)
 
     # ---- what a step says
 
@@ -469,7 +436,7 @@ class Auto:
         larger = [bucket for bucket in self.step_s if bucket >= rows]
         return self.step_s[min(larger, default=max(self.step_s))]
 
-    def _watch_kv(self, state: Watched, seen: Observation | Glance) -> Watched:
+    def _watch_kv(self, state: Watched, seen: Glance) -> Watched:
         """Returns the state with what a step says of KV. Where others move the split, all shadows
         get or lose their slots, shared evenly by the layers."""
         first, before = state.kv_pages
@@ -488,16 +455,14 @@ class Auto:
 
     # ---- the split
 
-    def _fit_window(self, state: Watched, seen: Observation | Glance) -> tuple[Watched, Decision]:
+    def _fit_window(self, state: Watched, seen: Glance) -> tuple[Watched, Decision]:
         """Fits the split at the end of a window."""
         needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
         state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
         state, decision = self._fit_kv(state, seen, short=False)
         return state._replace(peaks=(*state.peaks, 0)[-PEAKS:]), decision
 
-    def _fit_kv(
-        self, state: Watched, seen: Observation | Glance, short: bool
-    ) -> tuple[Watched, Decision]:
+    def _fit_kv(self, state: Watched, seen: Glance, short: bool) -> tuple[Watched, Decision]:
         """Fits the split by need to the peaks. The decision carries it out, if it is the present
         arm's."""
         division, peak = state.division, max(state.peaks)
@@ -513,88 +478,78 @@ class Auto:
         state = state._replace(shadows=state.shadows.regrant(cells))
         return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
 
+    def _is_split(self, state: Watched, arm: str) -> bool:
+        """Whether an arm's split is another one than that of the start."""
+        return SPLIT in arm and state.cap != min(self.cells)
+
     def _cells(self, state: Watched, arm: str) -> tuple[int, ...]:
-        return (state.cap,) * len(self.cells) if SPLIT in arm else self.cells
+        return (state.cap,) * len(self.cells) if self._is_split(state, arm) else self.cells
 
     def _split(self, state: Watched) -> Decision:
         """Returns the decision with the split of the present arm."""
         if "cells" not in self.writes:
             return Decision()
         arm = self.arms[state.arm]
-        pages = state.division.pages_at(state.cap) if SPLIT in arm else state.kv_pages[0]
+        split = self._is_split(state, arm)
+        pages = state.division.pages_at(state.cap) if split else state.kv_pages[0]
         return Decision(cells=np.array(self._cells(state, arm), np.int32), kv_pages=pages)
 
     # ---- the choice
 
-    def _close(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
-        """Fits the split, prices the arms, if there are several, and chooses."""
+    def _close(self, state: Watched, seen: Glance) -> tuple[Watched, Decision]:
+        """Fits the split, prices the arms and chooses."""
         decision = Decision()
         if "cells" in self.writes:
             state, decision = self._fit_window(state, seen)
-        if len(self.arms) == 1:
-            return state._replace(fresh=0), decision
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
         seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
         ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
         steps = self._corrected(state, seen, priced, ratios)
-        switch_s = ratios[1] * self.fill_s * priced.differ
+        switch_s = SWITCH_S + ratios[1] * self.fill_s * priced.differ
+        switch_s[state.arm] = 0.0
         lately, prices = (
-            prices_of(steps[:, -last:], switch_s, state.arm, self.sure)
-            for last in (self.window, steps.shape[1])
+            Prices(tuple(part.mean(axis=1).tolist()), tuple(switch_s.tolist()), state.arm)
+            for part in (steps[:, -state.fresh :], steps)
         )
-        arm = choose_arm(lately, horizon=self.horizon, margin=self.margin)
+        arm = choose_arm(lately, horizon=state.fresh)
         if arm == state.arm:  # also what is small, but lasts
-            arm = choose_arm(prices, horizon=self.horizon, margin=self.margin)
+            arm = choose_arm(prices, horizon=state.held)
             if lately.step_s[arm] > lately.step_s[state.arm]:
                 arm = state.arm
         if self.forced is not None:
-            arm = int(np.random.default_rng((self.forced, seen.step)).integers(len(self.arms)))
-        windows, window = state.windows + 1, state.window
+            arm = int(np.random.default_rng((self.forced, state.choices)).integers(len(self.arms)))
+        rest = self._rest(state, ratios[1])
         state = state._replace(
             window=() if self.ahead else state.window,
             fresh=0,
             tables=None,
             ratios=ratios,
-            windows=windows,
             prices=prices.step_s,
             priced=tuple(np.add(state.priced or 0.0, prices.step_s).tolist()),
             choices=state.choices + 1,
+            rest=rest,
+            watched=0 if rest else state.watched,
         )
         if arm == state.arm:
-            # While windows follow at once, steps must not lose more than another arm may gain.
-            gain = prices.step_s[arm] - min(prices.step_s)
-            least = max(prices.step_s[arm] * self.margin, WATCH_S)
-            doubtful = gain > least and windows < KEPT and not self.ahead
-            eager = EAGER if prices.step_s[arm] > SHORT * WATCH_S else 1
-            if windows >= eager and not doubtful:
-                state = self._rest(state, window)
             return state, decision
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
-        return self._switch(state, arm, prices, priced)
+        return self._switch(state, arm, prices, priced, decision)
 
-    def _rest(self, state: Watched, window: tuple[Sample, ...]) -> Watched:
-        """Returns the state at the end of a window after which none follows at once."""
-        rest, window = self._window * SELDOM, window[-self.window * EAGER :]
-        if not self.ahead:
-            seconds = float(np.mean([sample.seconds for sample in window]))
-            paid = max(COST * seconds / WATCH_S, 1e-9)  # a trace may have no times
-            watched = self.window * (state.windows + 1)  # in the first ones shadows catch up
-            rest = min(int(watched * (1 / paid - 1)), LONGEST)
-        if rest < self.window:
-            return state
-        missed = np.array([sample.missed for sample in window])
-        mean, spread = float(missed.mean()), float(missed.std())
-        error = spread * math.sqrt(1 / (2 * LATELY) + 1 / len(missed))
-        return state._replace(
-            windows=0,
-            rest=rest,
-            half=rest // 2,
-            load=window[-1].load,
-            missed=(mean, mean, CHANGE * error + 0.1 * mean + 0.1),
-        )
+    def _rest(self, state: Watched, ratio: float) -> int:
+        """Returns the misses of the rest that pays for the steps watched since the last one; 0 if
+        they come soon.
+
+        - `ratio`: measured over predicted seconds of moves.
+        """
+        if self.ahead:
+            return self._window * SELDOM
+        paid = max(COST * ratio * self.fill_s, 1e-12)  # a trace may have no times
+        rest = min(int(state.watched * WATCH_S / paid), LONGEST)
+        missed = np.mean([sample.missed for sample in state.window[-state.fresh :]])
+        return rest if rest > AT_ONCE * max(missed, 1) else 0
 
     def _corrected(
-        self, state: Watched, seen: Observation, priced: Priced, ratios: tuple[float, float]
+        self, state: Watched, seen: Glance, priced: Priced, ratios: tuple[float, float]
     ) -> np.ndarray:
         """Returns float64[A, n], the corrected seconds of the window's steps under each arm, for as
         many tokens as a step of the present arm gives."""
@@ -602,7 +557,7 @@ class Auto:
         moves = ratios[1] * priced.arms_s * more.moves[:, None]
         return (ratios[0] * priced.compute_s + moves) / more.rows[:, None]
 
-    def _widths(self, state: Watched, seen: Observation) -> Widths:
+    def _widths(self, state: Watched, seen: Glance) -> Widths:
         """Returns how the arms' steps differ from the present arm's by the sequences that their KV
         holds."""
         ones = np.ones(len(self.arms))
@@ -615,11 +570,11 @@ class Auto:
         used = 1 - unused**rows
         return Widths(rows / rows[state.arm], used / used[state.arm])
 
-    def _fitting(self, state: Watched, seen: Observation, arm: str) -> float:
+    def _fitting(self, state: Watched, seen: Glance, arm: str) -> float:
         """Returns how many sequences KV holds under an arm, if they are as long as the present
         ones."""
         pages = state.kv_pages[0]
-        if SPLIT in arm:
+        if self._is_split(state, arm):
             pages = state.division.pages_at(state.cap)
         return max(pages / _pages_each(seen), 1.0)
 
@@ -653,13 +608,15 @@ class Auto:
         )
 
     def _switch(
-        self, state: Watched, arm: int, prices: Prices, priced: Priced
+        self, state: Watched, arm: int, prices: Prices, priced: Priced, fitted: Decision
     ) -> tuple[Watched, Decision]:
-        moved = int(priced.differ[arm])
+        moved, before = int(priced.differ[arm]), self.arms[state.arm]
+        if self._cells(state, before) != self._cells(state, self.arms[arm]):
+            fitted = self._split(state._replace(arm=arm))
         said = self._describe(prices, arm, moved)
         state = state._replace(
             arm=arm,
-            windows=0,
+            held=0,
             inner=tuple(policy.init(state.spec) for policy in self.policies[arm]),
             switches=state.switches + 1,
             switched=state.switched + moved,
@@ -670,7 +627,7 @@ class Auto:
             begin["prior"] = np.zeros((state.spec.layers, state.spec.experts), np.int32)
         if "stages" in self.writes:
             begin["stages"] = ()
-        return state, dataclasses.replace(self._split(state), note=said, **begin)
+        return state, dataclasses.replace(fitted, note=said, **begin)
 
     def _describe(self, prices: Prices, arm: int, moved: int) -> str:
         old, new = (1e3 * prices.step_s[i] for i in (prices.current, arm))
@@ -703,18 +660,18 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
     return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
 
 
-def _wanted(spec: Spec, seen: Observation | Glance) -> int:
+def _wanted(spec: Spec, seen: Glance) -> int:
     """Returns how many sequences could run if KV had room for all."""
     wanted = max(seen.running + seen.waiting, 1)
     return min(wanted, spec.max_num_seqs or wanted)
 
 
-def _pages_each(seen: Observation | Glance) -> float:
+def _pages_each(seen: Glance) -> float:
     """Returns the KV pages of a running sequence."""
     return max(seen.kv_used / max(seen.running, 1), 1.0)
 
 
-def _is_short(state: Watched, seen: Observation | Glance) -> bool:
+def _is_short(state: Watched, seen: Glance) -> bool:
     """Whether pages had to leave, or a prompt waits for them and for no row."""
     prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * state.division.page_tokens))
     needed = seen.kv_used + (prompt if _wanted(state.spec, seen) > seen.running else 0)

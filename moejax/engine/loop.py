@@ -605,9 +605,8 @@ class Engine:
         """Tells policies and the tracer of a step that was read."""
         control, asked = self.control, False
         if control is not None and control.controller.may_rest:
-            decode, missed, asked = bool(step.work.rows), sum(results.totals[2:]), True
-            rows = step.output.logits.shape[0] if decode else 0
-            glance = step_glance(decode, rows, missed, self.scheduler)
+            missed, asked = sum(results.totals[2:]), True
+            glance = step_glance(step, self.runner.shapes, missed, now, self.scheduler)
             control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return

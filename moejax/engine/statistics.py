@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ from host_offload.memory.tables import Tables
 from host_offload.queue.native import Totals
 from host_offload.queue.transfer import QueueSpec
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import demand_bytes
+from moejax.engine.step_work import Step, demand_bytes, routed_ids
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.processor import PlacementTotals
-from moejax.step.step_parts import SecondProcessor
+from moejax.step.step_parts import SecondProcessor, StepShapes
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
@@ -221,13 +222,23 @@ def page_use(scheduler: Scheduler, link: LinkUse | None = None) -> PageUse:
     )
 
 
-def step_glance(decode: bool, rows: int, missed: int, scheduler: Scheduler) -> Glance:
-    """Returns the glance of a step that was read."""
+def step_glance(
+    step: Step, shapes: StepShapes, missed: int, read_s: float, scheduler: Scheduler
+) -> Glance:
+    """Returns the glance of a step that was read.
+
+    - `missed`: active experts that were not resident.
+    - `read_s`: when it was read, by time.perf_counter.
+    """
+    decode = bool(step.work.rows)
     cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
     return Glance(
         decode,
-        rows,
+        step.output.logits.shape[0] if decode else 0,
         missed,
+        read_s,
+        step.compiled,
+        functools.partial(routed_ids, step, shapes),
         kv_used=pages - cache.available,
         kv_pages=pages,
         kv_swapped=cache.swapped,

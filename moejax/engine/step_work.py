@@ -210,6 +210,12 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
     return PlacedRows(place, rows)
 
 
+def routed_ids(step: Step, shapes: StepShapes) -> np.ndarray:
+    """Returns StepRecord.ids of a step that was read."""
+    place, _ = step.placed or placed_rows(step.work, step.positions, shapes)
+    return np.asarray(step.output.routing.ids).transpose(1, 0, 2)[place].astype(np.int16)
+
+
 def step_record(
     step: Step,
     runner: Executor,

@@ -4,6 +4,7 @@ reading a thousand, and each further array takes that time again."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ class Results:
         """Counts of each layer, int32[L] a field."""
         return Paging(*self._counts.T[: len(Paging._fields)])
 
-    @property
+    @functools.cached_property
     def totals(self) -> tuple[int, ...]:
         """The sum of each field of Paging over the layers."""
         return tuple(self._counts[:, : len(Paging._fields)].sum(axis=0).tolist())
