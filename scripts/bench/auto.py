@@ -3,19 +3,20 @@
 python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--simulated]
 
 Each cell runs the same requests on one engine under each arm alone and under auto, by turns, from a
-cold cache and with everything compiled; tokens must be equal. Times are medians over rounds, of
-which short loads have more. The regret is auto's time over that of the best arm in hindsight, less
-1. `own` is the share of auto's time that its Python takes between steps, and `at best` the time of
-the best arm of each phase over that of the best arm, less 1.
-`tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread` is auto's
-slowest round over its fastest, less 1.
+cold cache and with everything compiled; tokens must be equal. Times are those of the fastest round,
+since whatever else runs only slows one; short loads have more rounds. The regret is auto's time
+over that of the best arm in hindsight, less 1. `own` is the share of auto's time that its Python
+takes between steps, and `at best` the time of the best arm of each phase over that of the best arm,
+less 1. `tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread`
+is auto's slowest round over its fastest, less 1.
 
 Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
 the context, `shift` all three and a chat again. A cell is shown as soon as it was measured.
-`--ablations` runs auto also without correction, hysteresis or horizon. `--counted` takes the steps
-and bytes of one round instead of its time; they are the same in every run. `--simulated` predicts
-instead, for 48 layers of 128 experts on stated hardware, with generated routing. `--keep FILE`
-keeps cells there and measures only those that it lacks.
+`--ablations` runs auto also without correction, without hysteresis (as if changes cost nothing) and
+without horizon (as if each choice held for 512 steps). `--counted` takes the steps and bytes of one
+round instead of its time; they are the same in every run. `--simulated` predicts instead, for 48
+layers of 128 experts on stated hardware, with generated routing. `--keep FILE` keeps cells there
+and measures only those that it lacks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import statistics
@@ -36,10 +38,11 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Observation, Policy
+from host_offload.control.step_record import Glance
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.simulate import auto as choices
-from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto, Watched
+from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto, Watched, choose_arm
 from host_offload.simulate.prediction import predict
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
@@ -51,11 +54,12 @@ from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import running
 
 LOADS = ("chat", "batch", "long", "shift")
-ABLATIONS: Mapping[str, Mapping[str, Any]] = {
-    "no correction": {},
-    "no hysteresis": {"margin": 0.0, "sure": 0.0},
-    "no horizon": {"horizon": 10**9},
+ABLATIONS: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "no correction": ("correct", lambda *_: (1.0, 1.0)),
+    "no hysteresis": ("choose_arm", lambda prices, horizon: choose_arm(prices, horizon=10**9)),
+    "no horizon": ("choose_arm", lambda prices, horizon: choose_arm(prices, horizon=512)),
 }
+"""Name → the function of host_offload.simulate.auto that another one replaces."""
 STEP_S, PREFILL_S = 4e-3, 40e-3
 """Of a step of `tri` on two quiet cores, about, for --counted."""
 MEASURED = ("own", "at_best", "spread")
@@ -120,6 +124,9 @@ class Counted(Auto):
 
     clock: Callable[[], float] = time.perf_counter
 
+    def rests(self, state: Watched, glance: Glance) -> Watched | None:
+        return super().rests(state, glance._replace(seconds=self.clock()))
+
     def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
         shown = object.__new__(Observation)
         shown.__dict__.update(vars(seen), seconds=self.clock())
@@ -149,6 +156,7 @@ def begin(llm: LLM, policy: Policy) -> None:
     llm.engine.control = None  # or its split would stay the policy's
     llm.engine.set_budget(list(plan.cells), plan.budget.kv_slots)
     llm.engine.begin_anew(plan.spec, [policy], list(plan.cells))
+    gc.collect()
 
 
 def ways_of(policy: Auto, ablations: bool) -> dict[str, Policy]:
@@ -159,20 +167,20 @@ def ways_of(policy: Auto, ablations: bool) -> dict[str, Policy]:
     }
     ways["auto"] = policy
     if ablations:
-        ways |= {name: dataclasses.replace(policy, **less) for name, less in ABLATIONS.items()}
+        ways |= dict.fromkeys(ABLATIONS, policy)
     return ways
 
 
 @contextmanager
-def corrected(name: str) -> Iterator[None]:
-    """Leaves auto's correction out in a block, where this is the way."""
-    kept = choices.correct
-    if name == "no correction":
-        choices.correct = lambda *_: (1.0, 1.0)
+def ablated(way: str) -> Iterator[None]:
+    """Leaves a part of auto out in a block, where the way is an ablation."""
+    name, other = ABLATIONS.get(way, ("correct", choices.correct))
+    kept = getattr(choices, name)
+    setattr(choices, name, other)
     try:
         yield
     finally:
-        choices.correct = kept
+        setattr(choices, name, kept)
 
 
 @contextmanager
@@ -220,7 +228,7 @@ class Runs:
         while compiled != len(compilations()):
             begin(llm, policy)
             compiled = len(compilations())
-            with corrected(name), timed(llm.engine, own) as spent:
+            with ablated(name), timed(llm.engine, own) as spent:
                 seconds, tokens = run_load(llm, phases, args.counted)
         self.seconds[name].append(seconds)
         self.tokens = tokens if self.tokens is None else self.tokens
@@ -252,14 +260,15 @@ def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
             runs.run(llm, name, ways[name], phases, args)
         if runs.enough(args):
             break
-    totals = {name: float(np.median(runs.totals(name))) for name in ways}
+    totals = {name: float(runs.totals(name).min()) for name in ways}
     arms = {arm: totals[arm] for arm in policy.arms}
     best = min(arms.values())
-    of_phases = np.array([np.median(runs.seconds[arm], axis=0) for arm in arms])
+    of_phases = np.array([np.min(runs.seconds[arm], axis=0) for arm in arms])
     auto = runs.totals("auto")
     return {
         **compared(arms, totals["auto"], runs.said),
         "rounds": len(auto),
+        "seconds": {name: runs.totals(name).tolist() for name in ways},
         "own": None if args.counted else float(np.median(runs.own_s / auto)),
         "at_best": float(of_phases.min(axis=0).sum()) / best - 1,
         "spread": float(auto.max() / auto.min()) - 1,
@@ -344,7 +353,7 @@ def predicted(
     totals: dict[str, float] = {}
     said: dict[str, Any] = {}
     for name, way in ways_of(policy, ablations).items():
-        with corrected(name):
+        with ablated(name):
             run = predict(trace, costs, policies=(way,), cells=cells)
         totals[name] = float(run.seconds.sum())
         if name == "auto":
@@ -432,6 +441,9 @@ def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
         llm.engine.runner.wait_compiled(everything=True)
         every = phases_of("shift", args.context, args.tokens)[:3]
         run_load(llm, [(count, length, 4) for count, length, _ in every])
+        # Python's largest collections look through all objects that jax and moejax made, for 0.2 s.
+        gc.collect()
+        gc.freeze()
         yield llm
 
 
@@ -454,6 +466,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"more than 10% behind it in {behind}",
         f"median tau {statistics.median(tau):.2f}" if tau else "no prices were named",
     ]
+    moved, switches = (sum(row[name] for row in rows) for name in ("switch_mb", "switches"))
+    found.append(f"{switches} changes moved {moved:.1f} MB")
     if shifted:
         ahead = sum(regret < 0 for regret in shifted)
         found.append(f"ahead of the best arm in {ahead} of {len(shifted)} cells that shift")
