@@ -154,6 +154,8 @@ class Watched(NamedTuple):
     division: Division
     cap: int
     """Cells of each layer with a split by need."""
+    fitted: bool = False
+    """Whether such a split was fitted; before, it is that of the start."""
     peaks: tuple[int, ...] = (0,)
     """Most KV pages in use in each of the last windows, the present one last."""
     kv_pages: tuple[int, int] = (-1, -1)
@@ -473,14 +475,14 @@ class Auto:
         cap = peak_headroom(division, peak_pages=peak, **settings)
         if cap is None or cap == state.cap:
             return state, Decision()
-        state = state._replace(cap=cap)
+        state = state._replace(cap=cap, fitted=True)
         cells = np.array([self._cells(state, arm) for arm in self.arms])
         state = state._replace(shadows=state.shadows.regrant(cells))
         return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
 
     def _is_split(self, state: Watched, arm: str) -> bool:
-        """Whether an arm's split is another one than that of the start."""
-        return SPLIT in arm and state.cap != min(self.cells)
+        """Whether an arm's split is not that of the start."""
+        return SPLIT in arm and state.fitted
 
     def _cells(self, state: Watched, arm: str) -> tuple[int, ...]:
         return (state.cap,) * len(self.cells) if self._is_split(state, arm) else self.cells

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import statistics
@@ -156,7 +155,6 @@ def begin(llm: LLM, policy: Policy) -> None:
     llm.engine.control = None  # or its split would stay the policy's
     llm.engine.set_budget(list(plan.cells), plan.budget.kv_slots)
     llm.engine.begin_anew(plan.spec, [policy], list(plan.cells))
-    gc.collect()
 
 
 def ways_of(policy: Auto, ablations: bool) -> dict[str, Policy]:
@@ -441,9 +439,6 @@ def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
         llm.engine.runner.wait_compiled(everything=True)
         every = phases_of("shift", args.context, args.tokens)[:3]
         run_load(llm, [(count, length, 4) for count, length, _ in every])
-        # Python's largest collections look through all objects that jax and moejax made, for 0.2 s.
-        gc.collect()
-        gc.freeze()
         yield llm
 
 
