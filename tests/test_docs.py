@@ -55,6 +55,9 @@ def test_what_the_pages_link_and_name_is_there():
     now = [page for page in pages if page.parent.name != "research"]
     found = {page: (broken_links(page), set()) for page in pages}
     found |= {page: (broken_links(page), missing_files(page.read_text())) for page in now}
+    programs = [*REPOSITORY.glob("examples/*.py"), *REPOSITORY.glob("examples/*.yaml")]
+    assert any("name_maps/" in program.read_text() for program in programs)
+    found |= {program: ([], missing_files(program.read_text())) for program in programs}
     assert not {str(page): wrong for page, wrong in found.items() if any(wrong)}
 
 

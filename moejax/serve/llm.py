@@ -26,7 +26,6 @@ from moejax.checkpoints.load import load_checkpoint, require_predictor
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.read_ahead import read_ahead
 from moejax.checkpoints.versions import has_versions, with_versions
-from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.engine.statistics import (
     StartTimes,
@@ -60,17 +59,15 @@ from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.auto import keep_learned
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
-from moejax.start.decide.shapes import PREFILL_CHUNK
-from moejax.start.decide.store_choice import by_copies, estimate_arrays, store_builder
+from moejax.start.decide.drafter import choose_device, drafter_options, drafts_itself
+from moejax.start.decide.store_choice import by_copies, store_builder
 from moejax.start.decide.transfers import cache_of, reads_codes, stored_versions
 from moejax.start.fields import with_keywords_of
-from moejax.start.option_values import Speculation
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import settings_of
 from moejax.start.whole_step import check_behind
-from pallas_kernels.dispatch import KERNELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -114,13 +111,7 @@ class LLM:
         settings = settings_of(options)
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
-        self.device = select_device(
-            options.runtime.device,
-            options.runtime.threads,
-            kernels=bool({"auto", *KERNELS} & {*settings.ops.values()}),
-            arrays=(*estimate_arrays(settings), *_estimate_drafter(options)),
-            kept=options.memory.swap_space,
-        )
+        self.device = choose_device(settings)
         let_children_end()
         if options.memory.kv_dir is not None:
             require_writable(options.memory.kv_dir)
@@ -612,10 +603,10 @@ def _start_drafter(options: Config) -> LLM | None:
     for; None if the options name none. Its cells and pages are its own. Also the checkpoint's own
     layer that predicts further tokens is a model of its own: it then has all that models have, for
     every device and kind of checkpoint, and shares no page, cell or count with the model."""
-    if (own := _drafter_options(options)) is None:
+    if (own := drafter_options(options)) is None:
         return None
     drafter = LLM.__new__(LLM)
-    drafter._begin(own, predictor=_drafts_itself(options))
+    drafter._begin(own, predictor=drafts_itself(options))
     return drafter
 
 
@@ -639,47 +630,3 @@ def _beside_drafter(
     except ArenaTooSmall as error:
         least = error.smallest_bytes + taken
         raise ArenaTooSmall(f"{note}, and {error}", least, error.largest_model_len) from error
-
-
-def _estimate_drafter(options: Config) -> tuple[int, ...]:
-    """Returns the bytes of the draft model's arrays of experts, as estimate_arrays does."""
-    if (own := _drafter_options(options)) is None:
-        return ()
-    return estimate_arrays(settings_of(own), layers=1 if _drafts_itself(options) else None)
-
-
-def _drafts_itself(options: Config) -> bool:
-    """Whether a layer of the checkpoint drafts."""
-    speculation = options.runtime.speculative_config
-    return speculation is not None and speculation.method == "mtp"
-
-
-def _drafter_options(options: Config) -> Config | None:
-    """Returns the options of the model that drafts; None if there is none."""
-    runtime = options.runtime
-    if runtime.speculative_config is None or runtime.speculative_config.method == "ngram":
-        return None
-    if _drafts_itself(options):
-        return Config.of(
-            options.model.model,
-            dtype=options.model.dtype,
-            tokenizer=options.model.tokenizer,
-            max_model_len=options.model.max_model_len,
-            max_num_seqs=runtime.max_num_seqs,
-            max_num_batched_tokens=PREFILL_CHUNK,
-            device=runtime.device,
-            threads=runtime.threads,
-            ops=runtime.ops,
-            progress=runtime.progress,
-            speculative_config=Speculation(),  # so that rows may be of one sequence
-        )
-    assert runtime.speculative_config.model is not None
-    return Config.of(
-        runtime.speculative_config.model,
-        max_model_len=options.model.max_model_len,
-        max_num_seqs=runtime.max_num_seqs,
-        max_num_batched_tokens=runtime.max_num_batched_tokens,
-        device=runtime.device,
-        threads=runtime.threads,
-        progress=runtime.progress,
-    )

@@ -28,7 +28,6 @@ from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import find_quiet_costs, identity
 from moejax.costs.workload_plan import costs_of_trace
-from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.evaluation import sliding_windows
@@ -61,6 +60,7 @@ from moejax.models.config import record_version
 from moejax.models.hub import model_directory
 from moejax.serve.generation import run_scores
 from moejax.start.build import router_weights, start_engine
+from moejax.start.decide.drafter import choose_device
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
@@ -81,7 +81,7 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel
     directory = model_directory(model.model)
     settings = settings_of(options).of_model(record_version(directory))
     use_compilation_cache()
-    device = select_device(options.runtime.device, options.runtime.threads)
+    device = choose_device(settings)
     loaded = load_checkpoint(
         directory,
         model.dtype,
@@ -111,7 +111,7 @@ def engine_bench(
     """
     options = experiment.engine_options(group)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
-    device = select_device(options.runtime.device, options.runtime.threads)
+    device = choose_device(settings)
     began = time.perf_counter()
     engine, plan = start_engine(loaded, settings, device)
     runner = engine.runner

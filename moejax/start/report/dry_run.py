@@ -9,8 +9,8 @@ from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore, StoredVersion
 from moejax.checkpoints.load import require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
-from moejax.device import select_device
 from moejax.models.config import ModelConfig
+from moejax.start.decide.drafter import choose_device
 from moejax.start.decide.facts import ModelFacts, bytes_of, device_facts
 from moejax.start.decide.split import find_costs
 from moejax.start.decide.start_plan import StartPlan, decide, step_spec
@@ -30,7 +30,7 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
     settings = settings.of_model(*config.expert_layers)
     dense_layers = {} if weights is None else weights.dense_layers
-    chosen = select_device(options.runtime.device, options.runtime.threads)
+    chosen = choose_device(settings)
     model = facts_without_weights(
         config,
         options.model.dtype,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +124,12 @@ def saved(request, tmp_path_factory):
     with v1.Context(array_options=options):
         v1.save(directory, tree_of_every_kind())
     return directory
+
+
+def test_orbaxs_modules_are_called_as_the_page_says(repository):
+    page = (repository / "docs/how-to/checkpoints.md").read_text()
+    named = {name: importlib.import_module(name) for name in re.findall(r"`(orbax[\w.]+)`", page)}
+    assert named == {"orbax.checkpoint": ocp, "orbax.checkpoint.experimental.v1": v1}
 
 
 def test_every_layout_is_read(saved):

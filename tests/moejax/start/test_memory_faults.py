@@ -19,8 +19,10 @@ from moejax.models.config import load_config
 from moejax.models.hub import model_directory
 from moejax.serve import llm
 from moejax.start import build as start_build
+from moejax.start.decide import drafter
 from moejax.start.decide.store_choice import estimate_arrays
 from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 from tests.moejax.predictors import write_predicted
 from tests.pallas_kernels.contract import NATIVE
@@ -166,16 +168,19 @@ class Asked(Exception):
     """The device was asked for."""
 
 
+@pytest.mark.parametrize("start", [LLM.from_config, dry_run])
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
-def test_the_cap_counts_the_model_that_drafts(method, tmp_path, monkeypatch):
+def test_the_cap_counts_the_model_that_drafts(method, start, tmp_path, monkeypatch):
+    """Also in a dry run, which may come first in a process, as in that of a grid."""
+
     def ask(*_, arrays, **__):
         raise Asked(*arrays)
 
-    monkeypatch.setattr(llm, "select_device", ask)
+    monkeypatch.setattr(drafter, "select_device", ask)
     model = write_predicted(tmp_path / "m", "DeepseekV3ForCausalLM") if method == "mtp" else "demo"
     speculation = {"method": method} | ({"model": "demo"} if method == "draft_model" else {})
     with pytest.raises(Asked) as asked:
-        LLM(model, speculative_config=speculation)
+        start(Config.of(model, speculative_config=speculation))
     own, *drafts = asked.value.args
     (alone,) = estimate_arrays(settings_of(Config.of(model)))
     layers = sum(load_config(model_directory(model)).moe_layers)
