@@ -123,6 +123,7 @@ class Seat:
 
     def __init__(self, policy: Policy, spec: Spec):
         self.policy, self.name = policy, name_of(policy)
+        self.moments, self.writes = policy.moments, policy.writes  # they may be properties
         self._observed: dict[Moment, tuple[str, ...]] = {}
         self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
         self.rests: Callable[[Any, Glance], Any] | None = getattr(policy, "rests", None)
@@ -149,7 +150,7 @@ class Seat:
     @property
     def active(self) -> frozenset[Moment]:
         """The moments at which the policy wants to be asked now."""
-        return self.policy.moments if self._active is None else self._active(self.state)
+        return self.moments if self._active is None else self._active(self.state)
 
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
@@ -179,7 +180,7 @@ class Seat:
 
     def tell(self, name: str, news: Sequence[StagedTransfer]) -> None:
         if name in self.policy.needs:
-            for moment in self.policy.moments:
+            for moment in self.moments:
                 self.news.setdefault((name, moment), []).extend(news)
 
 
@@ -253,6 +254,10 @@ class Controller:
         """Steps to come that no policy wants to hear of."""
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
+        self._always: frozenset[Moment] = frozenset().union(
+            *(seat.moments for seat in self._seats if not hasattr(seat.policy, "active"))
+        )
+        """Moments at which a policy always wants to be asked."""
         for seat in self._seats:
             if (weights := getattr(seat.policy, "victim_weights", None)) is not None:
                 self._change("victim_weights", np.asarray(weights, np.int32))
@@ -279,7 +284,7 @@ class Controller:
             return False
         if self.pool is not None and moment == Moment.EXPERTS_BEGIN:
             return True
-        return any(moment in seat.active for seat in self._seats)
+        return moment in self._always or any(moment in seat.active for seat in self._seats)
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """Returns the fields that policies need at these moments."""
@@ -311,7 +316,7 @@ class Controller:
 
     def see(self, tables: Residency) -> None:
         """Takes a newer copy of the device's tables. Decided contents override it."""
-        self.tables = tables._replace(**self._contents)
+        self.tables = tables._replace(**self._contents) if self._contents else tables
 
     def begin_step(self, step: int, *, seconds: float) -> None:
         """Asks policies at STEP_BEGIN, before the step is made."""
@@ -575,10 +580,11 @@ class Controller:
     # ---- what was decided
 
     def _accept(self, decision: Decision, seat: Seat, shown: Shown) -> None:
-        if all(getattr(decision, field) is None for field in seat.policy.writes):
+        if all(getattr(decision, field) is None for field in seat.writes):
             return
         self._decisions[seat.name] += 1
-        self._log(Decided(shown.step, shown.moment, seat.name, decision))
+        if self.listener is not None:
+            self._log(Decided(shown.step, shown.moment, seat.name, decision))
         if decision.cells is not None:
             self.wanted_cells = decision.cells
         if decision.kv_pages is not None:

@@ -269,10 +269,13 @@ def check_decision(decision: Any, policy: Policy, spec: Spec | None, when: str) 
         raise refuse(f"it set {unsaid[0]!r}, which its `writes` lacks")
     if not set_fields:
         return decision
-    checked = {}
+    found = object.__new__(Decision)  # setting each field of a frozen dataclass takes longer
+    found.__dict__.update(vars(decision))
     for field, value in set_fields.items():
-        checked[field] = _CHECKS[field](value, spec, lambda text, f=field: refuse(f"{f} {text}"))
-    return Decision(**checked)
+        found.__dict__[field] = _CHECKS[field](
+            value, spec, lambda text, f=field: refuse(f"{f} {text}")
+        )
+    return found
 
 
 Refuse = Callable[[str], PolicyError]

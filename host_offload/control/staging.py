@@ -12,6 +12,7 @@ from host_offload.control.interface import Spec, StagedTransfer
 from host_offload.control.transfers import TransferLedger, Wanted
 from host_offload.memory.pager import order_cells
 from host_offload.memory.tables import Entry, Residency
+from pallas_kernels.plan import host
 
 
 def last_used(tables: Residency) -> np.ndarray:
@@ -31,12 +32,18 @@ class CellOrder:
     nobody looks at it again.
 
     - `ranks`: by kind of queue, WantedQueue.rank of the layer.
+    - `native`: as in order_cells.
     """
 
     def __init__(
-        self, tables: Residency, layer: int, version: int, ranks: Mapping[str, np.ndarray]
+        self,
+        tables: Residency,
+        layer: int,
+        version: int,
+        ranks: Mapping[str, np.ndarray],
+        native: host.CellOrder | None,
     ):
-        self._cells = order_cells(tables, layer, version)
+        self._cells = order_cells(tables, layer, version, native)
         owner = tables.owner[layer][self._cells]
         self._ranks = {kind: rank[owner] for kind, rank in ranks.items()}
         self._wanted = np.maximum(*self._ranks.values()) >= 0
@@ -64,6 +71,7 @@ class Staging(TransferLedger):
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log, ("transitions", "stages"))
+        self._order = host.cell_order()
 
     def versions_of(self, layer: np.ndarray, expert: np.ndarray, tables: Residency) -> np.ndarray:
         here = tables.address[layer, expert] >= 0
@@ -90,7 +98,7 @@ class Staging(TransferLedger):
             at, busy = (layer, version), taken.setdefault(layer, set())
             if at not in order:
                 ranks = {name: queue.rank[layer] for name, queue in self._queues.items()}
-                order[at] = CellOrder(tables, layer, version, ranks)
+                order[at] = CellOrder(tables, layer, version, ranks, self._order)
             for cell in order[at].unwanted:
                 if cell not in busy:
                     busy.add(cell)

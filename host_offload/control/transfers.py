@@ -226,6 +226,8 @@ class TransferLedger(abc.ABC):
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
         full, closed = False, set[tuple[int, int]]()
         for kind, queue in self._queues.items():
+            if not queue.count:
+                continue
             waiting, have = self._waiting(queue, np.flatnonzero(queue.waits), flying, tables)
             late: list[int] = []
             for n, i in enumerate(waiting):

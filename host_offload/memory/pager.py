@@ -14,7 +14,7 @@ import numpy as np
 from host_offload.memory.arena import place_cells
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, HandOver, Move, Residency, cold_tables
-from pallas_kernels.plan.host import LayerPlan, planner
+from pallas_kernels.plan.host import CellOrder, LayerPlan, planner
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -39,10 +39,17 @@ def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Re
     return tables._replace(**place(resident).contents)
 
 
-def order_cells(tables: Residency, layer: int, version: int) -> np.ndarray:
+def order_cells(
+    tables: Residency, layer: int, version: int, native: CellOrder | None = None
+) -> np.ndarray:
     """int[n]: all cells of the layer and version in the order of eviction: free cells, then in the
     order in which the layer's next reference would evict their owners (plan's order: victim key,
-    last use, expert id, cell)."""
+    last use, expert id, cell).
+
+    - `native`: the caller's pallas_kernels.plan.host.cell_order().
+    """
+    if native is not None and (found := native(tables, layer, version)) is not None:
+        return found
     cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
     owner = tables.owner[layer][cells]
     free = owner < 0
@@ -156,14 +163,18 @@ class Pager:
         fills = count(filled, axis=1)
         return Referenced(count(hits, axis=1), fills, count(missing, axis=1) - fills, missing)
 
+    @property
+    def layer_plan(self) -> LayerPlan | None:
+        """plan for the tables; None without the native library."""
+        if self._bound is None or self._bound[0] is not self.tables:
+            self._bound = self.tables, planner(self.tables)
+        return self._bound[1]
+
     def _reference_layer(self, active: np.ndarray, layer: int) -> Referenced:
         """reference of one layer's bool[1, E]: natively, since each call of numpy takes longer than
         all of a layer's experts."""
-        if self._bound is None or self._bound[0] is not self.tables:
-            self._bound = self.tables, planner(self.tables)
-        _, plan = self._bound
         tables, here = self.tables, slice(layer, layer + 1)
-        if plan is None:
+        if (plan := self.layer_plan) is None:
             rows = [*(table[here] for table in tables[:-1]), tables.victim_weights]
             return Pager(Residency(*rows), self.versions).reference(active)
         missing = active & (tables.address[here] < 0)

@@ -86,8 +86,17 @@ class SimulatedStep:
         had no cell, and was read through or placed."""
         self.version = np.zeros(shape, np.int8)
         """int8[L, E]: the version that a needed expert was computed in; 0 for all others."""
+        self._begin: tuple[int, ...] | None = None
         self.stages: list[Staged] = []
         """Experts moved ahead of need, by the step's list and between layers, in their order."""
+
+    def addresses(self, layer: int) -> tuple[int, int, int]:
+        """Returns where a layer's row of missed, row and version begins: numpy takes longer to say
+        so than a layer to be referenced."""
+        if self._begin is None:
+            self._begin = tuple(a.ctypes.data for a in (self.missed, self.row, self.version))
+        first, place = self._begin, layer * self.row.shape[1]
+        return first[0] + place, first[1] + 4 * place, first[2] + place
 
     @property
     def hits(self) -> np.ndarray:
@@ -167,7 +176,11 @@ class PagerDevice(Pager):
             kept = tables.fill_version[layer].copy()
             tables.fill_version[layer][beside] = -1
         step.active[span] = active
+        plan = None if layer is None else self.layer_plan
         for due in in_waves(active, step.waves):
+            if plan is not None and layer is not None:
+                plan(layer, due[0], step.addresses(layer))
+                continue
             step.missed[span] |= self.reference(due, layer).missing
             np.copyto(step.row[span], tables.address[span], where=due)
             np.copyto(step.version[span], tables.version[span], where=due)

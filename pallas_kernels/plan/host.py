@@ -1,49 +1,102 @@
-"""plan on tables in host memory, by the native library: for simulators, whose layers are few
-numbers each."""
+"""plan on tables in host memory, by the native library: for simulators and controllers, for which
+a layer is few numbers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pallas_kernels.cpu.library import library, why_not_cpu
 
-LayerPlan = Callable[[int, np.ndarray], list[int]]
-"""(layer, due bool[E]) → the numbers of active experts, fills, hits and experts read through. It
-changes the tables."""
+Addresses = tuple[int, int, int]
+
+
+class LayerPlan(Protocol):
+    """plan for some tables, which it changes."""
+
+    def __call__(self, layer: int, due: np.ndarray, into: Addresses | None = None) -> list[int]:
+        """References a layer's experts due bool[E]. Returns the numbers of active experts, fills,
+        hits and experts read through.
+
+        - `into`: addresses of bool[E], int32[E] and int8[E], which get of each active expert
+          whether it was absent (as far as that was not set), and the row and version that it is
+          computed from.
+        """
+        ...
+
+
+CellOrder = Callable[[Sequence[np.ndarray], int, int], np.ndarray | None]
+"""(tables, layer, version) → int64[n], the granted cells in the order in which the layer's next
+reference would take them; None for tables that the library cannot read."""
 
 
 @functools.cache
-def _function() -> Any:
+def _functions() -> tuple[Any, Any] | None:
     if why_not_cpu():
         return None
-    function = library().moejax_plan
     size, address = ctypes.c_int64, ctypes.c_void_p
-    function.restype = ctypes.c_int
-    function.argtypes = (address, size, size, size, size, address, address, address)
-    return function
+    plan, order = library().moejax_plan, library().moejax_order_cells
+    plan.restype, order.restype = ctypes.c_int, size
+    plan.argtypes = (address, size, size, size, size, *[address] * 6)
+    order.argtypes = (address, size, size, size, size, size, address)
+    return plan, order
+
+
+def _fits(table: np.ndarray) -> bool:
+    """Whether a table is contiguous int32."""
+    return table.flags.c_contiguous and table.flags.aligned and table.dtype == np.int32
 
 
 def planner(tables: Sequence[np.ndarray]) -> LayerPlan | None:
     """Returns plan for these tables, int32 fields of Tables in order, which the caller keeps; None
     without the library."""
-    function = _function()
-    fits = all(t.flags.carray and t.dtype == np.int32 for t in tables)  # contiguous, and writable
-    if function is None or not fits:
+    functions = _functions()
+    if functions is None or not all(_fits(table) and table.flags.writeable for table in tables):
         return None
+    function, _ = functions
     (layers, cells), experts = tables[0].shape, tables[4].shape[1]
     addresses = (ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables))
     results = np.empty(4 * experts + 4, np.int32)  # lists, then counts
     at = results.ctypes.data, results[-4:].ctypes.data
 
-    def plan(layer: int, due: np.ndarray) -> list[int]:
-        due = np.ascontiguousarray(due, bool)
-        if function(addresses, layers, cells, experts, layer, due.ctypes.data, *at):
+    def plan(layer: int, due: np.ndarray, into: Addresses | None = None) -> list[int]:
+        due, noted = np.ascontiguousarray(due, bool), into or (None, None, None)
+        if function(addresses, layers, cells, experts, layer, due.ctypes.data, *at, *noted):
             raise ValueError(f"the tables of layer {layer} have an owner that is no expert")
         return results[-4:].tolist()
 
     return plan
+
+
+def cell_order() -> CellOrder | None:
+    """Returns a function that orders cells of tables, which are mostly those of its last call, on
+    one thread; None without the library."""
+    functions = _functions()
+    if functions is None:
+        return None
+    _, function = functions
+    addresses = (ctypes.c_void_p * 11)()
+    known: list[Any] = [lambda: None] * 11
+    """Weak references, so that a device may write over its tables."""
+    found = np.empty(0, np.int64)
+
+    def order(tables: Sequence[np.ndarray], layer: int, version: int) -> np.ndarray | None:
+        nonlocal found
+        for i, table in enumerate(tables):
+            if known[i]() is table:
+                continue
+            if not _fits(table):
+                return None
+            addresses[i], known[i] = table.ctypes.data, weakref.ref(table)
+        (layers, cells), experts = tables[0].shape, tables[4].shape[1]
+        if len(found) < cells:
+            found = np.empty(cells, np.int64)
+        count = function(addresses, layers, cells, experts, layer, version, found.ctypes.data)
+        return None if count < 0 else found[:count].copy()
+
+    return order

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from host_offload.memory.tables import (
     snapshot,
 )
 from host_offload.policies.eviction.eviction_names import EVICTION
-from pallas_kernels.plan import Tables, plan
+from pallas_kernels.plan import Tables, host, plan
 from tests.host_offload.control.policy_runs import (
     CELLS,
     EXPERTS,
@@ -275,6 +276,22 @@ def test_a_wrong_formula_would_be_noticed():
     tables = Residency(*tables_of([pager], (1, 0, 0)))
     assert order_cells(tables, 0, 0)[0] == 0
     assert order_cells(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)[0] == 1
+
+
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (2, 1, 3), (-1, 0, 1), (0, 0, 0)])
+def test_the_native_order_of_cells_is_numpys(weights):
+    rng, order = np.random.default_rng(0), host.cell_order()
+    assert order is not None
+    for _ in range(20):
+        cell_row = np.where(rng.random((3, 9)) < 0.8, rng.permutation(27).reshape(3, 9), -1)
+        owner = np.where(rng.random((3, 9)) < 0.7, rng.integers(EXPERTS, size=(3, 9)), -1)
+        of_experts = [rng.integers(low, 5, (3, EXPERTS)) for low in (-1, 0, 0, -2, -5)]
+        shown = cell_row, rng.integers(2, size=(3, 9)), owner, rng.integers(9, size=(3, 9))
+        found = *shown, *of_experts, np.full(3, 9), np.array(weights)
+        tables = Residency(*(each.astype(np.int32) for each in found))
+        for layer, version in itertools.product(range(3), range(2)):
+            plain = order_cells(tables, layer, version)
+            np.testing.assert_array_equal(order_cells(tables, layer, version, order), plain)
 
 
 # ---- staging
