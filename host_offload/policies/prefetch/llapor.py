@@ -18,6 +18,7 @@ import numpy as np
 from host_offload.control.interface import Observation, Spec
 from host_offload.policies.prefetch.next_layers import (
     LayerPredictor,
+    apply_linear,
     finite,
     mark_experts,
     multiply_rows,
@@ -91,18 +92,17 @@ def logits(
     - `drop`: dropout, or nothing.
     """
 
-    def linear(name: str, x: Any) -> Any:
-        return multiply_rows(x, weights[name]) + weights[f"{name}_bias"]
+    def linear(name: str, x: Any, form: str = "") -> Any:
+        return apply_linear(x, weights[name], weights[f"{name}_bias"], form, xp)
 
     def block(name: str, x: Any) -> Any:
-        """lin: Dropout(GELU(Linear(x))), GELU by its tanh."""
-        x = linear(name, x)
-        return drop(0.5 * x * (1 + xp.tanh(0.7978845608 * (x + 0.044715 * x * x * x))))
+        """lin: Dropout(GELU(Linear(x)))."""
+        return drop(linear(name, x, "gelu"))
 
     z = block("input", xp.concatenate([pca, route], axis=1))
     if "gate" in weights:
         residual = block("inner2", block("inner1", z))
-        z = z + residual / (1 + xp.exp(-linear("gate", pca)))
+        z = z + residual * linear("gate", pca, "sigmoid")
     return linear("output", z)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,24 +113,21 @@ class MoEInfinity:
         if not len(seen.request):
             return state, Decision(stages=())
         collection, layer, lengths = state.collection, seen.layer, state.lengths
-        used = state.used.copy()
-        predicted = np.zeros((collection.shape[1] - layer - 1, collection.shape[2]))
+        used, (_, layers, experts) = state.used, collection.shape
+        predicted = np.zeros((layers - layer - 1, experts))
         seen_now, rows = self._see(state, seen)
         if len(collection):
-            # Of the cosines only this layer's are new.
-            cosines = np.stack(
-                [
-                    cosines_of(collection, shares(one.matrix), lengths)
-                    if one.cosines is None
-                    else one.cosines
-                    for one in seen_now.values()
-                ]
-            )
+            used = used.copy()
             products = np.einsum("ne,re->rn", collection[:, layer], rows)
-            cosines[..., layer] = scaled(products, lengths[:, layer] * row_lengths(rows)[:, None])
-            nearest = np.argmax(np.mean(cosines, axis=2), axis=1).tolist()
-            for request, its, number in zip(seen_now, cosines, nearest, strict=True):
-                seen_now[request] = seen_now[request]._replace(cosines=its)
+            found = scaled(products, lengths[:, layer] * row_lengths(rows)[:, None])
+            for (request, one), its in zip(list(seen_now.items()), found, strict=True):
+                if one.cosines is None:
+                    cosines = cosines_of(collection, shares(one.matrix), lengths)
+                else:  # of which only this layer's are new
+                    cosines = one.cosines.copy()
+                cosines[:, layer] = its
+                seen_now[request] = Running(one.matrix, cosines)
+                number = int(np.argmax(mean_of_layers(cosines)))
                 used[number] += 1
                 predicted += collection[number, layer + 1 :]
         state = state._replace(running={**state.running, **seen_now}, used=used)
@@ -139,22 +137,24 @@ class MoEInfinity:
         """The sequences of a routed step by request, with its tokens, and their shares of the
         layer, float32[R, E]."""
         shape, requests = state.collection.shape[1:], sorted({*seen.request.tolist()})
-        place = np.searchsorted(requests, seen.request)[:, None] * shape[1] + seen.ids[:, 0]
+        place = seen.ids[:, 0]
+        if len(requests) > 1:
+            place = np.searchsorted(requests, seen.request)[:, None] * shape[1] + place
         tokens = np.bincount(place.ravel(), minlength=len(requests) * shape[1])
-        found = {}
+        found, rows = {}, []
         for request, more in zip(requests, tokens.reshape(-1, shape[1]), strict=True):
             before = state.running.get(request)
             matrix = np.zeros(shape, np.int32) if before is None else before.matrix.copy()
             matrix[seen.layer] += more
+            rows.append(matrix[seen.layer])
             found[request] = Running(matrix, None if before is None else before.cosines)
-        return found, shares(np.stack([one.matrix[seen.layer] for one in found.values()]))
+        return found, shares(np.array(rows))
 
     def _queue(self, likely: np.ndarray, now: int) -> Stages:
         """The `limit` most urgent experts of the layers after `now`, float[L − now − 1, E], equal
         ones by layer and expert; 0 is not wanted."""
         later, experts = likely.shape
-        ahead = np.arange(1, later + 1)[:, None]
-        wanted = (likely * (1 - ahead / (later + now + 2))).ravel()
+        wanted = (likely * _nearness(later, later + now + 2)).ravel()
         places = np.flatnonzero(wanted)
         if len(places) > self.limit:  # those that can be among the first, so that few are sorted
             cut = len(wanted) - self.limit
@@ -243,7 +243,18 @@ def shares(matrix: np.ndarray) -> np.ndarray:
 
 def row_lengths(matrices: np.ndarray) -> np.ndarray:
     """float[…, L]: lengths of the rows of matrices [..., L, E]."""
-    return np.linalg.norm(matrices, axis=-1)
+    return np.sqrt(np.einsum("...e,...e->...", matrices, matrices))
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearness(later: int, parts: int) -> np.ndarray:
+    """float64[later, 1]: 1 − n / parts of the n-th layer to come."""
+    return 1 - np.arange(1, later + 1)[:, None] / parts
+
+
+def mean_of_layers(cosines: np.ndarray) -> np.ndarray:
+    """float32[n]: the mean over layers of cosines [n, L]; np.mean takes several times as long."""
+    return np.add.reduce(cosines, axis=1) / cosines.shape[1]
 
 
 def similarity(
@@ -254,7 +265,7 @@ def similarity(
     - `lengths`: row_lengths of the collection, if they are known.
     """
     lengths = row_lengths(collection) if lengths is None else lengths
-    return np.mean(cosines_of(collection, matrix, lengths), axis=1)
+    return mean_of_layers(cosines_of(collection, matrix, lengths))
 
 
 def cosines_of(collection: np.ndarray, matrix: np.ndarray, lengths: np.ndarray) -> np.ndarray:

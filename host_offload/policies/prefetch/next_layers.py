@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,11 +15,11 @@ from host_offload.control.interface import (
     Moment,
     Observation,
     Spec,
+    Stage,
     Stages,
-    stages_at,
 )
 from host_offload.policies.prefetch.fitted import Fitted
-from pallas_kernels.cpu.rows import multiply_few
+from pallas_kernels.cpu.rows import finish_product, multiply_few
 
 _T = TypeVar("_T")
 
@@ -32,18 +33,35 @@ FOR_SEVERAL = 1 << 25
 """Multiplications that take so long that several threads are quicker."""
 
 
+def apply_linear(rows: Any, weights: Any, bias: Any, form: str = "", xp: Any = np) -> Any:
+    """form(rows [N, D] · weights [D, E] + bias [E]), see multiply_rows.
+
+    - `form`: of pallas_kernels.cpu.rows.FORMS.
+    - `xp`: numpy or jax.numpy.
+    """
+    if _are_few(rows, weights):
+        return multiply_few(rows, weights, bias, form)
+    return finish_product(multiply_rows(rows, weights) + bias, form, xp)
+
+
+def _are_few(rows: Any, weights: Any) -> bool:
+    """Whether a product is the native library's."""
+    if not (isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)):
+        return False
+    most = {"e": HALVES_TO_WIDEN, "f": 4}.get(weights.dtype.char, 0)
+    return len(rows) <= most and rows.dtype.char == "f"
+
+
 def multiply_rows(rows: Any, weights: Any) -> Any:
     """The product of rows [N, D] and weights [D, E]. numpy's BLAS gives even one row to several
     threads, and their waking up took milliseconds beside a step, 300 ms for a prompt of 64 tokens
     on a busy machine. So few rows are the native library's, and more are multiplied in parts that
     stay on this thread. float16 weights are summed in float32."""
+    if _are_few(rows, weights):
+        return multiply_few(rows, weights)
     plain = isinstance(rows, np.ndarray) and isinstance(weights, np.ndarray)
     if plain and weights.dtype == np.float16:
-        if len(rows) <= HALVES_TO_WIDEN and rows.dtype == np.float32:
-            return multiply_few(rows, weights)
         weights = weights.astype(np.float32)
-    if plain and len(rows) <= 4 and rows.dtype == weights.dtype == np.float32:
-        return multiply_few(rows, weights)
     if plain and len(rows) <= 4:
         return np.einsum("nd,de->ne", rows, weights)
     if not plain or len(rows) * weights.size > FOR_SEVERAL:
@@ -74,10 +92,12 @@ def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
 def finite(gate_input: np.ndarray) -> np.ndarray:
     """Converts float16 to finite float32. Values beyond float16 are infinite there, and infinity
     times zero is NaN."""
-    bound = np.float32(np.finfo(np.float16).max)
     found = gate_input.astype(np.float32)
-    np.maximum(found, -bound, out=found)
-    return np.minimum(found, bound, out=found)
+    np.maximum(found, -_MOST, out=found)
+    return np.minimum(found, _MOST, out=found)
+
+
+_MOST = np.float32(np.finfo(np.float16).max)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -189,11 +209,13 @@ class LayerPredictor(abc.ABC):
 
 def stages_of(layer: int, experts: Sequence[int], cause: str) -> Stages:
     """Transfers of experts of one layer, the most urgent first."""
-    return stages_at(layer, np.array(experts, np.int64), cause)
+    return stages_of_layers([(layer, experts)], cause)
 
 
 def stages_of_layers(wanted: Iterable[tuple[int, Sequence[int]]], cause: str) -> Stages:
-    """Transfers of (layer, its experts), the most urgent first."""
-    places = [(layer, expert) for layer, experts in wanted for expert in experts]
-    layers, experts = np.array(places, np.int64).reshape(-1, 2).T
-    return stages_at(layers, experts, cause)
+    """Transfers of a few (layer, its experts), the most urgent first."""
+    places = [(layer, expert, 0) for layer, experts in wanted for expert in experts]
+    cause = sys.intern(cause)  # see stages_at
+    found = Stages(Stage(*place, cause) for place in places)
+    found.columns, found.cause = np.array(places, np.int64).reshape(-1, 3), cause
+    return found

@@ -11,9 +11,9 @@ import numpy as np
 
 from host_offload.policies.prefetch.next_layers import (
     LayerPredictor,
+    apply_linear,
     finite,
     mark_experts,
-    multiply_rows,
 )
 from host_offload.traces.reader import Trace
 
@@ -40,9 +40,8 @@ def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> An
     """Scores [N, E] for router inputs float32[N, D] of numpy or jax: two hidden layers with ReLU
     and a linear output."""
     for i in (1, 2):
-        x = multiply_rows(x, weights[f"weights{i}"]) + weights[f"bias{i}"]
-        x = drop(x * (x > 0))
-    return multiply_rows(x, weights["weights3"]) + weights["bias3"]
+        x = drop(apply_linear(x, weights[f"weights{i}"], weights[f"bias{i}"], "relu"))
+    return apply_linear(x, weights["weights3"], weights["bias3"])
 
 
 def draw_network(sizes: Sequence[int], rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.eviction.arc import Directory
+from host_offload.policies.prefetch.expert_map.map_store import store_rows
 from host_offload.policies.prefetch.moe_infinity import (
     MoEInfinity,
     popular_experts,
@@ -22,10 +23,12 @@ from host_offload.policies.prefetch.moe_infinity import (
 from host_offload.policies.prefetch.next_layers import (
     HALVES_TO_WIDEN,
     ON_THIS_THREAD,
+    apply_linear,
     multiply_rows,
     rank_chosen,
 )
 from pallas_kernels.cpu import rows as native_rows
+from pallas_kernels.cpu.rows import FORMS
 from tests.host_offload.control.policy_runs import spec
 
 
@@ -161,12 +164,54 @@ def test_native_products_of_few_rows_have_numpys_bits(monkeypatch, count, inner,
     rows, weights = rows.astype(np.float32)[:, ::2], weights * 10.0 ** rng.integers(-6, 3, columns)
     weights = weights.astype(kind)
     weights.flags.writeable = False
-    assert native_rows._function() is not None
+    assert native_rows._functions() is not None
     found = multiply_rows(rows, weights)
-    monkeypatch.setattr(native_rows, "_function", lambda: None)
+    monkeypatch.setattr(native_rows, "_functions", lambda: None)
     np.testing.assert_allclose(found, multiply_rows(rows, weights), rtol=1e-5, atol=1e-5)
     if platform.machine() == "x86_64":  # elsewhere einsum fuses multiplications and sums
         assert np.array_equal(found, multiply_rows(rows, weights))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_native_layers_of_networks_are_numpys(monkeypatch, form, kind):
+    """Rows of weights that are multiplied by zero are not read, and may hold anything."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((2, 90), np.float32)
+    rows[:, ::3] = 0
+    weights = rng.standard_normal((90, 70), np.float32).astype(kind)
+    bias = np.linspace(-50, 50, 70, dtype=np.float32)
+    found = apply_linear(rows, weights, bias, form)
+    unread = np.where(rows.any(axis=0)[:, None], weights, np.nan).astype(kind)
+    assert np.array_equal(apply_linear(rows, unread, bias, form), found)
+    monkeypatch.setattr(native_rows, "_functions", lambda: None)
+    plain = apply_linear(rows, weights, bias, form)
+    np.testing.assert_allclose(found, plain, rtol=2e-6, atol=2e-6 * np.abs(plain).max())
+
+
+def test_native_searches_of_maps_find_what_numpy_finds(monkeypatch):
+    """Also with empty places and equal maps, of which the first is nearest."""
+    rng = np.random.default_rng(2)
+    maps = rng.dirichlet(np.full(11, 0.2), (40, 5)).astype(np.float32)
+    embeddings = rng.standard_normal((40, 19), np.float32)
+    maps[30], embeddings[30] = maps[7], embeddings[7]
+    store = store_rows(embeddings, maps)
+    store.lengths[0, ::9] = 0
+    seen = [7, 9, 12, 30]
+
+    def search():
+        found, trajectory = [store.nearest_embedding(embeddings[seen])], store.trajectory(4)
+        for layer in range(5):
+            trajectory, one = store.nearest_map(trajectory, layer, maps[seen, layer])
+            found += [one, trajectory]
+        return found
+
+    native = search()
+    monkeypatch.setattr(native_rows, "_functions", lambda: None)
+    for mine, plain in zip(native, search(), strict=True):
+        for a, b in zip(mine, plain, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert native[0].place.tolist() == [7, native[0].place[1], 12, 7]
 
 
 def test_known_lengths_change_no_similarity():

@@ -166,9 +166,10 @@ class ExpertMap(MapPolicy):
             found = [] if prediction is None else [prediction]
         if not in_step:
             return state, Decision()
-        state = state._replace(searches=state.searches + 1, step=seen.step)
+        wanted = state.wanted
         if seen.moment == Moment.EMBEDDED:
-            state = state._replace(wanted=np.zeros_like(state.wanted))
+            wanted = np.zeros_like(wanted)
+        state = state._replace(wanted=wanted, searches=state.searches + 1, step=seen.step)
         for prediction in found:
             state = _match(state, prediction, seen.layer)
         prior = self._prior(state.likely, seen) if found or self.printed else None
@@ -189,17 +190,22 @@ class ExpertMap(MapPolicy):
 def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
     """The state with a prediction. For layers up to `now`, the one routed last (−1: none), it is
     late."""
-    wanted, likely = state.wanted.copy(), state.likely.copy()
-    for layer, rows in zip(found.layers, found.likely, strict=True):
-        likely[layer] = rows.max(axis=0)
-        if found.step == state.step and layer > now:
-            chosen = select_experts(rows, found.scores, state.top_k)
-            wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
-    late = found.step != state.step or found.layers.start <= now
-    if found.layers.start:  # not by embedding
-        similarity = state.similarity + float(found.scores.min())
-        state = state._replace(matches=state.matches + 1, similarity=similarity)
-    return state._replace(wanted=wanted, likely=likely, late=state.late + late)
+    wanted, likely = state.wanted, state.likely.copy()
+    first, last = found.layers.start, found.layers.stop
+    likely[first:last] = found.likely.max(axis=1)
+    ahead = found.likely[max(now + 1 - first, 0) :]
+    if found.step == state.step and len(ahead):
+        rows, wanted = ahead.reshape(-1, ahead.shape[2]), wanted.copy()
+        chosen = select_experts(rows, np.tile(found.scores, len(ahead)), state.top_k)
+        rows = np.where(chosen, rows, 0).reshape(ahead.shape)
+        wanted[last - len(ahead) : last] = rows.max(axis=1)
+    late = state.late + (found.step != state.step or first <= now)
+    matches, similarity = state.matches, state.similarity
+    if first:  # not by embedding
+        matches, similarity = matches + 1, similarity + float(found.scores.min())
+    return state._replace(
+        wanted=wanted, likely=likely, late=late, matches=matches, similarity=similarity
+    )
 
 
 def covering_maps(layers: int, experts: int) -> dict[str, int]:
@@ -213,11 +219,10 @@ def covering_maps(layers: int, experts: int) -> dict[str, int]:
 def _queue(wanted: np.ndarray, now: int) -> Stages:
     """The wanted experts of later layers, the largest probability over distance first (section
     4.5), equal ones by layer and expert."""
-    layer, expert = np.nonzero(wanted)
-    ahead = layer > now
-    layer, expert = layer[ahead], expert[ahead]
-    order = np.argsort(-wanted[layer, expert] / (layer - now), kind="stable")
-    return stages_at(layer[order], expert[order], NAME)
+    later = wanted[now + 1 :]
+    ahead, expert = np.nonzero(later)
+    order = np.argsort(-later[ahead, expert] / (ahead + 1), kind="stable")
+    return stages_at(ahead[order] + now + 1, expert[order], NAME)
 
 
 def check_sizes(capacity: int, distance: int, layers: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import MapRows
+from pallas_kernels.cpu.rows import nearest_maps
 
 BITS = 11
 """Bits of a float16 below 1: multiples of 2 ** -BITS are stored exactly."""
@@ -36,6 +37,9 @@ _ALONE = 1 << 18
 """Most multiplications that numpy's OpenBLAS gives to one thread (interface/gemm.c, 65536 ·
 GEMM_MULTITHREAD_THRESHOLD). Above, the caller waits for other threads, which need cores beside
 those of the step: 20 ms for half a millisecond of work if no core is free."""
+
+_VECTOR_ALONE = 2304 * 4
+"""The same of one row (interface/gemv.c)."""
 
 
 # ---- rounding, for numpy and jax
@@ -135,6 +139,10 @@ class MapStore(NamedTuple):
     def nearest_embedding(self, embeddings: Any, xp: Any = np) -> FoundMaps:
         """The nearest maps by the cosine of embeddings float[N, D] (equation 4)."""
         rows = unit_rows(embeddings.astype(np.float32), xp)
+        if xp is np and self.size:
+            found = nearest_maps(rows, self.embeddings, self.lengths[0])
+            if found is not None:
+                return FoundMaps(*found)
         return self._nearest(dot_products(rows, self.embeddings, xp), xp)
 
     def trajectory(self, rows: int, xp: Any = np) -> Trajectory:
@@ -147,7 +155,14 @@ class MapStore(NamedTuple):
         """The nearest maps by the cosine over all routed layers, including this one with its
         probabilities float[N, E] (equation 5). One product for each row is added to those of
         earlier layers."""
-        rows = distributions(probabilities.astype(np.float32), xp)
+        said = probabilities.astype(np.float32)
+        if xp is np and self.size:
+            after = Trajectory(*(each.copy() for each in before))
+            filled, lengths = self.lengths[0], self.lengths[layer]
+            found = nearest_maps(said, self.maps[layer], filled, *after, lengths)
+            if found is not None:
+                return after, FoundMaps(*found)
+        rows = distributions(said, xp)
         after = Trajectory(
             before.products + whole_products(dot_products(rows, self.maps[layer], xp)),
             before.squares + squares_of(rows, xp),
@@ -251,7 +266,8 @@ def dot_products(rows: Any, kept: Any, xp: Any = np) -> Any:
     if xp is not np:
         given = {"preferred_element_type": np.float32}
         return xp.einsum("nk,ck->nc", rows.astype(kept.dtype), kept, **given)
-    piece = max(_ALONE // max(rows.size, 1), 1)
+    alone = _ALONE if len(rows) > 1 else _VECTOR_ALONE
+    piece = max(alone // max(rows.size, 1), 1)
     products = np.empty((len(rows), len(kept)), np.float32)
     for first in range(0, len(kept), piece):
         some = slice(first, first + piece)
