@@ -110,12 +110,13 @@ _PUTS: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
 
 
 def delay(llm: LLM, seconds: float = 1e-3, share: float = 1.0) -> None:
-    """Copies take up to so much longer, a share of them; those by jax all, by a while."""
+    """Copies take up to so much longer, a share of them; those by jax all, by a while of roughly
+    that."""
     runner = llm.engine.runner
     if runner.transport.queue is not None:
         inject(runner.transport.queue, Faults(seed=1, delay=seconds, delayed=share))
     elif (queue := getattr(runner.transport, "device_queue", None)) is not None:
-        put, trips = _PUTS.setdefault(queue, queue.put), 300 if seconds else 0
+        put, trips = _PUTS.setdefault(queue, queue.put), round(3e5 * seconds)
         queue.put = lambda pieces: _later(trips, *put(pieces))
 
 
