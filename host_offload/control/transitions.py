@@ -89,6 +89,8 @@ class Transitions(TransferLedger):
         """Most bytes since the number of slots changed."""
         self._moved_bytes = 0
         """Bytes moved within the arena before the next step."""
+        self._vacated: set[int] = set()
+        """Slots that those moves left."""
         self.keep_free = 0
         """Slots that are wanted for other use: compaction empties this many, if cells allow, and
         transitions leave them free."""
@@ -163,6 +165,7 @@ class Transitions(TransferLedger):
             self._drop(layer, cell)
         self.evicting.clear()
         self._moved_bytes = 0
+        self._vacated.clear()
         if self._aimed < self.slots:
             self.keep_free = self._surplus()
         waiting: set[int] = set()
@@ -206,14 +209,18 @@ class Transitions(TransferLedger):
 
     def _compact(self, wanting: int | None) -> bool:
         """Moves cells of one version together, so that a slot becomes free. Returns False if
-        nothing can be moved before this step.
+        nothing can be moved before this step. A step's moves may be carried out in any order
+        (pallas_kernels.move), so no cell moves twice, and none to where another one was.
 
         - `wanting`: the version that wants a cell, whose cells stay; None: any may move.
         """
         flying = self.flying_places()
+        moved = {(move.layer, move.cell) for move in self.changes.moves}
 
         def movable(row: int) -> bool:
             layer, cell = self._holder[row]
+            if (layer, cell) in moved:
+                return False
             here = np.flatnonzero(self.column[layer] == cell)
             return here.size == 1 and (layer, int(here[0])) not in flying
 
@@ -223,8 +230,9 @@ class Transitions(TransferLedger):
             per_slot = self.pools.cells_per_slot[version]
             if version == wanting or most < 1 or self.pools.free_cells(version) < per_slot:
                 continue
-            pairs = self.pools.compact(version, movable, most)
+            pairs = self.pools.compact(version, movable, most, self._vacated)
             for source, target in pairs:
+                self._vacated.add(source // self.resident.slot_rows)
                 layer, cell = self._holder[target] = self._holder.pop(source)
                 self.cell_row[layer, cell] = target
                 self.changes.moves.append(Move(layer, cell, target))

@@ -4,7 +4,7 @@ slots again."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class CellPools:
         - `keep`: free slots to leave uncut.
         - `but`: a slot to leave out.
         """
-        slot = self._fullest(version, but)
+        slot = self._fullest(version, () if but is None else (but,))
         if slot is None:
             if len(self._free_slots) <= keep:
                 return None
@@ -114,28 +114,38 @@ class CellPools:
             bisect.insort(self._free_slots, slot)
 
     def compact(
-        self, version: int, movable: Callable[[int], bool], most: int
+        self,
+        version: int,
+        movable: Callable[[int], bool],
+        most: int,
+        closed: Collection[int] = (),
     ) -> list[tuple[int, int]]:
         """Moves cells out of the emptiest slot of a version whose cells may all move, into other
         slots. Repeated calls leave at most one slot that is neither full nor free.
 
         - `movable`: whether the taken cell at an arena row may move now.
         - `most`: most cells to move.
+        - `closed`: slots that no cell may move into.
 
         Returns (from, to) arena rows of the moves, which the pools count as done.
         """
         for free in range(self.cells_per_slot[version] - 1, 0, -1):
             for slot in self._by_free[version][free]:
-                room = self._free_cells[version] - free
+                kept = {*closed, slot}
+                room = self._free_cells[version] - sum(
+                    len(self._free[one]) for one in kept if self._version.get(one) == version
+                )
                 taken = [row for row in self._rows(slot) if row not in self._free[slot]]
                 if room and all(map(movable, taken)):
-                    return self._move_out(slot, taken[: min(most, room)])
+                    return self._move_out(slot, taken[: min(most, room)], kept)
         return []
 
-    def _move_out(self, slot: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+    def _move_out(
+        self, slot: int, rows: Sequence[int], kept: Collection[int]
+    ) -> list[tuple[int, int]]:
         version, moves = self._version[slot], []
         for row in rows:
-            target = self._fullest(version, but=slot)
+            target = self._fullest(version, kept)
             assert target is not None, "free cells are miscounted"
             moves.append((row, self._take(target)))
             self.release(row)
@@ -146,11 +156,11 @@ class CellPools:
         size, count = self._record_rows[version], self.cells_per_slot[version]
         return range(slot * self._slot_rows, slot * self._slot_rows + count * size, size)
 
-    def _fullest(self, version: int, but: int | None = None) -> int | None:
-        """Returns the slot with the fewest free cells but at least one, other than `but`; None if
+    def _fullest(self, version: int, but: Collection[int] = ()) -> int | None:
+        """Returns the slot with the fewest free cells but at least one, none of `but`; None if
         there is none."""
         for slots in self._by_free[version][1:]:
-            if found := slots.keys() - {but} if but in slots else slots:
+            if found := slots.keys() - but if but else slots:
                 return min(found)
         return None
 

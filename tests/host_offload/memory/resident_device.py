@@ -105,6 +105,7 @@ class Device:
     def move(self, moves: list[Move]) -> None:
         tables = self.pager.tables
         sources, targets = [], []
+        assert len({move[:2] for move in moves}) == len(moves), "a cell is moved twice"
         for layer, cell, row in moves:
             size = self.where.record_rows[tables.cell_version[layer, cell]]
             begin = int(tables.cell_row[layer, cell])
