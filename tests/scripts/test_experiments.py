@@ -102,6 +102,10 @@ OTHERS = {
     "python -m scripts.bench layers": (
         *("--whole", "1,4", "--tokens", "8", "--rounds", "1", "--link-rate", "2GB/s"),
     ),
+    "python -m scripts.bench decode": (
+        *("--layers", "1", "--cells", "all,4", "--batch", "1", "--context", "16"),
+        *("--routing", "qwen3-like", "--steps", "4", "--warmup", "2", "--repeats", "1"),
+    ),
     "python -m scripts.bench planner": ("--tokens", "16", "--requests", "2", "--rounds", "1"),
     "python -m scripts.bench users": ("--sessions", "1", "--prompt", "8", "--tokens", "8"),
     "python -m scripts.bench decoders": (),
