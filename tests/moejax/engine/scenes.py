@@ -116,7 +116,8 @@ def delay(llm: LLM, seconds: float = 1e-3, share: float = 1.0) -> None:
     if runner.transport.queue is not None:
         inject(runner.transport.queue, Faults(seed=1, delay=seconds, delayed=share))
     elif (queue := getattr(runner.transport, "device_queue", None)) is not None:
-        put, trips = _PUTS.setdefault(queue, queue.put), max(300, round(3e5 * seconds)) if seconds else 0
+        put = _PUTS.setdefault(queue, queue.put)
+        trips = max(300, round(3e5 * seconds)) if seconds else 0
         queue.put = lambda pieces: _later(trips, *put(pieces))
 
 
