@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import numpy as np
 
-from host_offload.memory.budget import ArenaTooSmall, format_bytes
 from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
 from host_offload.simulate.auto import describe_choice
@@ -59,7 +58,12 @@ from moejax.serve.kept_kv import KeptKV, require_writable
 from moejax.start.auto import keep_learned
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
-from moejax.start.decide.drafter import choose_device, drafter_options, drafts_itself
+from moejax.start.decide.drafter import (
+    beside_drafter,
+    choose_device,
+    drafter_options,
+    drafts_itself,
+)
 from moejax.start.decide.store_choice import by_copies, store_builder
 from moejax.start.decide.transfers import cache_of, reads_codes, stored_versions
 from moejax.start.fields import with_keywords_of
@@ -147,7 +151,8 @@ class LLM:
             self._drafter: LLM | None = None
             try:
                 self._drafter = _start_drafter(options)
-                with _beside_drafter(settings, self._drafter) as (settings, notes):
+                drafts = self._drafter and self._drafter.plan
+                with beside_drafter(settings, drafts) as (settings, notes):
                     self.engine, self.plan = start_engine(
                         loaded,
                         settings,
@@ -608,25 +613,3 @@ def _start_drafter(options: Config) -> LLM | None:
     drafter = LLM.__new__(LLM)
     drafter._begin(own, predictor=drafts_itself(options))
     return drafter
-
-
-@contextmanager
-def _beside_drafter(
-    settings: Settings, drafter: LLM | None
-) -> Iterator[tuple[Settings, tuple[str, ...]]]:
-    """Yields (settings, notes) with what the model that drafts leaves of `memory`, if that is
-    given. In the block ArenaTooSmall says how much it takes."""
-    options = settings.options
-    if drafter is None or (given := options.memory.memory) is None:
-        yield settings, ()
-        return
-    budget = drafter.plan.budget
-    taken = (budget.slots + budget.in_place) * drafter.plan.steps.layout.slot_bytes
-    note = f"the model that drafts takes {format_bytes(taken)} of memory {format_bytes(given)}"
-    memory = dataclasses.replace(options.memory, memory=max(given - taken, 1))  # too small
-    options = dataclasses.replace(options, memory=memory)
-    try:
-        yield dataclasses.replace(settings, options=options), (note,)
-    except ArenaTooSmall as error:
-        least = error.smallest_bytes + taken
-        raise ArenaTooSmall(f"{note}, and {error}", least, error.largest_model_len) from error

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import jax
 
+from host_offload.memory.budget import ArenaTooSmall, format_bytes
 from moejax.device import select_device
 from moejax.start.choices import Settings
 from moejax.start.decide.shapes import PREFILL_CHUNK
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.decide.store_choice import estimate_arrays
 from moejax.start.option_values import Speculation
 from moejax.start.options import Config
@@ -63,6 +69,34 @@ def drafter_options(options: Config) -> Config | None:
         threads=runtime.threads,
         progress=runtime.progress,
     )
+
+
+@contextmanager
+def beside_drafter(
+    settings: Settings, drafter: StartPlan | None
+) -> Iterator[tuple[Settings, tuple[str, ...]]]:
+    """Yields (settings, notes) with what the model that drafts leaves of `memory`, if that is
+    given. Raises ArenaTooSmall where that is too little, also from the block."""
+    options = settings.options
+    if drafter is None or (given := options.memory.memory) is None:
+        yield settings, ()
+        return
+    budget = drafter.budget
+    taken = (budget.slots + budget.in_place) * drafter.steps.layout.slot_bytes
+    note = f"the model that drafts takes {format_bytes(taken)} of memory {format_bytes(given)}"
+    left = max(given - taken, 1)  # too little for every model, whose refusal says what works
+    memory = dataclasses.replace(options.memory, memory=left)
+    options = dataclasses.replace(options, memory=memory)
+    try:
+        yield dataclasses.replace(settings, options=options), (note,)
+    except ArenaTooSmall as error:
+        least = error.smallest_bytes
+        if options.memory.kv_budget is None:  # else it is of that
+            least += taken
+            note = f"{note}; memory of {least} bytes works for both"
+        raise ArenaTooSmall(
+            f"{note}. Of what is left: {error}", least, error.largest_model_len
+        ) from error
 
 
 def _estimate_drafter(options: Config) -> tuple[int, ...]:

@@ -10,7 +10,13 @@ from host_offload.memory.store import ExpertStore, StoredVersion
 from moejax.checkpoints.load import require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.models.config import ModelConfig
-from moejax.start.decide.drafter import choose_device
+from moejax.start.choices import Settings
+from moejax.start.decide.drafter import (
+    beside_drafter,
+    choose_device,
+    drafter_options,
+    drafts_itself,
+)
 from moejax.start.decide.facts import ModelFacts, bytes_of, device_facts
 from moejax.start.decide.split import find_costs
 from moejax.start.decide.start_plan import StartPlan, decide, step_spec
@@ -26,8 +32,25 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     """Returns the plan of LLM.from_config(options), and what the plan assumes. Raises UserError,
     BudgetError or ArenaTooSmall like LLM.from_config, except for errors found in the weights alone.
     """
-    settings = settings_of(options)
-    config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
+    settings, own = settings_of(options), drafter_options(options)
+    if own is None or options.memory.memory is None:
+        return _plan_alone(settings)
+    with beside_drafter(settings, _plan_alone(settings_of(own), drafts_itself(options))[0]) as (
+        beside,
+        notes,
+    ):
+        plan, assumed = _plan_alone(beside)
+    return plan, (*assumed, *notes)
+
+
+def _plan_alone(settings: Settings, predictor: bool = False) -> tuple[StartPlan, tuple[str, ...]]:
+    """dry_run of a model without the one that drafts for it.
+
+    - `predictor`: whether the model is the checkpoint's layer that predicts a further token.
+    """
+    options = settings.options
+    where = options.model
+    config, weights = read_headers(where.model, where.step, where.name_map, predictor)
     settings = settings.of_model(*config.expert_layers)
     dense_layers = {} if weights is None else weights.dense_layers
     chosen = choose_device(settings)

@@ -126,6 +126,7 @@ def read_headers(
     path: str | os.PathLike[str],
     step: int | str | None = None,
     name_map: str | os.PathLike[str] | None = None,
+    predictor: bool = False,
 ) -> tuple[ModelConfig, Weights | None]:
     """Returns the config of a checkpoint and the form of its weights. If the config names no dtype,
     it gets the weights' dtype.
@@ -133,7 +134,7 @@ def read_headers(
     - `path`: a checkpoint directory of any format, whose tensors must be those that the config asks
       for; or "demo" for the model in the package; or a config.json alone, with None for the
       weights.
-    - `step`, `name_map`: as in load_checkpoint.
+    - `step`, `name_map`, `predictor`: as in load_checkpoint.
 
     Raises UserError like load_checkpoint.
     """
@@ -151,7 +152,7 @@ def read_headers(
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
         paths, made = directory.rglob("*"), (manifest.quantizers, manifest.dense_layers)
     else:
-        opened = open_tensors(directory, kind, step, name_map)
+        opened = open_tensors(directory, kind, step, name_map, predictor)
         config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
         made, left_out = ({}, {}), opened.left_out

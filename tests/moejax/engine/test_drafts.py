@@ -24,6 +24,7 @@ from moejax.errors import OutOfKV
 from moejax.start.build import _drafts
 from moejax.start.option_values import read_speculation
 from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
 from moejax.step.step_parts import PageTables, decode_tokens
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.kv_write import KVPage
@@ -519,10 +520,17 @@ def test_drafts_that_fail_leave_no_turn_open(modeled, monkeypatch, error, caplog
 def test_memory_counts_the_model_that_drafts():
     """And where it leaves too little, the message says how much of it works."""
     config = {"method": "draft_model", "model": "demo"}
-    with pytest.raises(ArenaTooSmall, match=r"takes .* of memory 1 MiB, and arena") as found:
+    given: dict[str, Any] = {"progress": False, "speculative_config": config, **LIMITS}
+    works = r"of memory 1 MiB; memory of \d+ bytes works for both"
+    with pytest.raises(ArenaTooSmall, match=works):
         open_llm(memory="1MiB", speculative_config=config)
+    with pytest.raises(ArenaTooSmall, match=works) as found:
+        dry_run(Config.of("demo", memory="1MiB", **given))
     memory = found.value.smallest_bytes
+    assert f" of {memory} bytes works" in str(found.value)
     with open_llm(memory=memory, speculative_config=config) as llm:
+        dry, _ = dry_run(Config.of("demo", memory=memory, **given))
+        assert dry.budget.notes == llm.plan.budget.notes
         assert llm._drafter is not None
         held = [
             (each.plan.budget.slots + each.plan.budget.in_place) * each.plan.steps.layout.slot_bytes

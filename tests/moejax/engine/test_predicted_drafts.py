@@ -19,6 +19,8 @@ from moejax.models.config import parse_config
 from moejax.models.next_token import predictor_of
 from moejax.start.build import _drafts
 from moejax.start.option_values import read_speculation
+from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
 from pallas_kernels.linear import CodedWeights
 from tests.moejax.engine.scenes import LIMITS, open_llm, same_bits
 from tests.moejax.engine.test_drafts import Pair
@@ -122,6 +124,8 @@ def test_names_are_those_of_vllm_and_other_checkpoints_say_why_not(tmp_path):
     with pytest.raises(UserError, match=r"by GptOss.* are not implemented; use method ngram or"):
         predictor_of(windows, ["model.layers.3.eh_proj.weight"], "m")
     model = write_predicted(tmp_path / "m", "DeepseekV3ForCausalLM")
+    given = Config.of(str(model), memory="4MiB", speculative_config=MTP, progress=False, **LIMITS)
+    assert dry_run(given)[1][-1] == "the model that drafts takes 243.8 KiB of memory 4 MiB"
     convert(model, tmp_path / "converted")
     with pytest.raises(UserError, match=r"only checkpoints of safetensors .* this is moejax-orbax"):
         load_checkpoint(tmp_path / "converted", predictor=True)
