@@ -41,7 +41,7 @@ class CellOrder:
         layer: int,
         version: int,
         ranks: Mapping[str, np.ndarray],
-        native: host.CellOrder | None,
+        native: host.OrderCells | None,
     ):
         self._cells = order_cells(tables, layer, version, native)
         owner = tables.owner[layer][self._cells]

@@ -14,7 +14,7 @@ import numpy as np
 from host_offload.memory.arena import place_cells
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, HandOver, Move, Residency, cold_tables
-from pallas_kernels.plan.host import CellOrder, LayerPlan, planner
+from pallas_kernels.plan.host import LayerPlan, OrderCells, planner
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -40,7 +40,7 @@ def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Re
 
 
 def order_cells(
-    tables: Residency, layer: int, version: int, native: CellOrder | None = None
+    tables: Residency, layer: int, version: int, native: OrderCells | None = None
 ) -> np.ndarray:
     """int[n]: all cells of the layer and version in the order of eviction: free cells, then in the
     order in which the layer's next reference would evict their owners (plan's order: victim key,

@@ -90,7 +90,8 @@ def nearest_maps(
     functions = _functions()
     if functions is None or not kept.flags.c_contiguous or kept.dtype != np.float32:
         return None
-    rows = np.ascontiguousarray(rows)
+    rows = np.ascontiguousarray(rows, np.float32)
+    assert rows.shape[1:] == kept.shape[1:] and filled.shape == kept.shape[:1]
     found = Nearest(np.empty(len(rows), np.int64), np.empty(len(rows), np.float32))
     given = [None if a is None else a.ctypes.data for a in (products, squares, lengths)]
     places = rows.ctypes.data, *rows.shape, kept.ctypes.data, len(kept), *given, filled.ctypes.data

@@ -30,7 +30,7 @@ class LayerPlan(Protocol):
         ...
 
 
-CellOrder = Callable[[Sequence[np.ndarray], int, int], np.ndarray | None]
+OrderCells = Callable[[Sequence[np.ndarray], int, int], np.ndarray | None]
 """(tables, layer, version) → int64[n], the granted cells in the order in which the layer's next
 reference would take them; None for tables that the library cannot read."""
 
@@ -73,7 +73,7 @@ def planner(tables: Sequence[np.ndarray]) -> LayerPlan | None:
     return plan
 
 
-def cell_order() -> CellOrder | None:
+def cell_order() -> OrderCells | None:
     """Returns a function that orders cells of tables, which are mostly those of its last call, on
     one thread; None without the library."""
     functions = _functions()

@@ -89,15 +89,15 @@ def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
     return multiply_rows(finite(gate_input), router)
 
 
+_MOST = np.float32(np.finfo(np.float16).max)
+
+
 def finite(gate_input: np.ndarray) -> np.ndarray:
     """Converts float16 to finite float32. Values beyond float16 are infinite there, and infinity
     times zero is NaN."""
     found = gate_input.astype(np.float32)
     np.maximum(found, -_MOST, out=found)
     return np.minimum(found, _MOST, out=found)
-
-
-_MOST = np.float32(np.finfo(np.float16).max)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
