@@ -166,8 +166,7 @@ def test_versions_that_arrive_beside_steps_make_none_wait(monkeypatch, options):
         monkeypatch.setattr(
             llm.engine.runner, "ended_copies", lambda: dict.fromkeys(places(llm), True)
         )
-        if options is not ARRIVAL:
-            delay(llm, 0.1)  # a step looks meanwhile, also where others take the processors
+        delay(llm, 0.1)  # a step looks meanwhile, also where others take the processors
         others = ["12 + 30 = 42, 42 + 8 =", "def add(a, b):", "She had never seen the sea"]
         with pytest.raises(AssertionError, match="bytes that are still to come"):
             llm.generate(others, LONG)
