@@ -46,6 +46,7 @@ from host_offload.simulate.shadows import Shadows, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.split import Division, division_of, peak_headroom
+from host_offload.traces.schema import TraceError
 
 NAME = "auto"
 SPLIT = "+split"
@@ -303,7 +304,7 @@ class Auto:
         if self.ahead or self._ends_window(state, glance, state.fresh + 1):
             return None
         state, decision = self._end_step(state, glance)
-        return state if decision.cells is None else None
+        return None if _parts(decision) else state
 
     def naps(self, state: Watched) -> int:
         return state.nap
@@ -318,8 +319,7 @@ class Auto:
         if seen.moment != Moment.STEP_END:
             return state, asked
         state, own = self._end_step(state, self._glance(seen), seen)
-        said = {name: value for name, value in vars(own).items() if value is not None}
-        if not said:
+        if not (said := _parts(own)):
             return state, asked
         # The policies of an arm that ends have nothing more to say.
         return state, own if own.note else dataclasses.replace(asked, **said)
@@ -401,14 +401,15 @@ class Auto:
     def _see_load(self, state: Watched, load: int) -> Watched:
         """Returns the state before a decode step of so many sequences. Another load begins anew:
         shadows that are behind hold what an earlier load used, as every arm would."""
+        other = max(load, state.load) >= OTHER_LOAD * min(load, state.load)
         if self.ahead and not state.rest:  # its window's records follow one another
-            return state._replace(load=load)
-        if max(load, state.load) < OTHER_LOAD * min(load, state.load):
+            return state._replace(load=load, held=0 if other else state.held)
+        if not other:
             return state
         fresh = -1 if state.rest else 0  # the seconds of one step are not known after a nap
         if len(self.arms) == 1:
             fresh = self.window  # its split is fitted at once
-        return state._replace(load=load, window=(), fresh=fresh, watched=0, held=0, rest=0)
+        return state._replace(load=load, window=(), fresh=fresh, held=0, rest=0)
 
     def _watch(self, state: Watched, seen: Glance, whole: Observation | None) -> Watched:
         """Returns the state after a step of a window."""
@@ -710,8 +711,18 @@ def describe_choice(control: Control | None) -> str | None:
     return f"policy auto runs {said[NAME]['why']}" if NAME in said else None
 
 
+def _parts(decision: Decision) -> dict[str, Any]:
+    """Returns what a decision decides."""
+    return {name: value for name, value in vars(decision).items() if value is not None}
+
+
 def auto_of(said: Mapping[str, Any]) -> Auto:
-    """Returns the policy of these settings, as `Auto.said` gives them."""
+    """Returns the policy of these settings, as `Auto.said` gives them. Raises TraceError for those
+    of another version of moejax."""
+    if said.keys() != {field.name for field in dataclasses.fields(Auto)}:
+        raise TraceError(
+            "policy auto of another moejax chose in this run, which cannot be repeated; simulate it"
+        )
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in said.items()}
     link = None if said["link"] is None else Link(**said["link"])
     return Auto(**{**fields, "costs": CostModel.from_json(said["costs"]), "link": link})

@@ -18,6 +18,7 @@ from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_ar
 from host_offload.simulate.shadows import cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
+from host_offload.traces.schema import TraceError
 from tests.host_offload.control.policy_runs import spec
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
@@ -316,6 +317,8 @@ def test_steps_that_are_read_two_by_two_all_count():
 def test_settings_come_back_from_a_trace():
     made = an_auto(arms=("lfu", "lru"), forced=3, ratios=(2.0, 0.5), link=Link(1e9, 1e-6))
     assert auto_of(made.said) == made
+    with pytest.raises(TraceError, match="policy auto of another moejax chose in this run, which"):
+        auto_of(made.said | {"margin": 0.02})
 
 
 def test_kv_gets_what_its_peak_needs():
