@@ -16,6 +16,8 @@ typedef int32_t wi __attribute__((vector_size(MOEJAX_LANES < 8 ? 4 * MOEJAX_LANE
 typedef int16_t v16 __attribute__((vector_size(2 * MOEJAX_LANES)));
 typedef int8_t vb __attribute__((vector_size(MOEJAX_LANES)));
 
+constexpr int64_t kFew = kTokens - 1;  // tokens whose sums are open while codes pass
+
 static int64_t lanes_of(int64_t n) { return (n + kUnitLanes - 1) / kUnitLanes * kUnitLanes; }
 
 // n numbers in `quantized_size(n)` floats: their integers as bytes and words, and scale and sum of each
@@ -122,7 +124,6 @@ void add_highs(const Integers& as, const uint16_t* highs, int64_t plane, int64_t
 struct IntegerRow {
   const uint16_t *codes, *highs;
   int64_t n, high_size;       // weights; elements of upper bits
-  const uint16_t* later;      // what is asked for meanwhile, as long as codes
 };
 
 #ifdef __AVX2__
@@ -270,6 +271,8 @@ INLINE void in_order(v32 (&v)[2]) {
 
 // ---- a few tokens: units' sums of a row
 
+constexpr int64_t kRowsAhead = 2;  // that are asked for
+
 // Numbers in the order in which a row's codes are multiplied: for each 16 elements and field, of eight
 // the lower bytes' numbers and the upper ones', then of the others.
 template <class K>
@@ -305,64 +308,96 @@ INLINE void add_up(const v32* v, v32 (&out)[2]) {
   out[0] = (v32)_mm256_shuffle_ps(a, b, 0x88), out[1] = (v32)_mm256_shuffle_ps(a, b, 0xdd);
 }
 
-// To out[t · room + unit], of units of E elements of each plane. numbers: as order_numbers has them, or
-// words.
-template <class K, int E>
-void row_sums(const Integers& as, const IntegerRow& row, const void* const* numbers, int64_t tokens, int64_t room,
-              int32_t* out) {
+// Four vectors whose halves have a unit's lane and another one's of a step, then the next step's: of
+// eight steps the first units' sums, then the others'.
+INLINE void add_packed(const v32* v, v32 (&out)[2]) {
+  __m256 both[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    both[i] = (__m256)_mm256_add_epi32(_mm256_permute2x128_si256(v[i], v[i + 2], 0x20),
+                                       _mm256_permute2x128_si256(v[i], v[i + 2], 0x31));
+  }
+  out[0] = (v32)_mm256_shuffle_ps(both[0], both[1], 0x88), out[1] = (v32)_mm256_shuffle_ps(both[0], both[1], 0xdd);
+}
+
+// To out[t · room + unit], of units of E elements of each plane, for T tokens. numbers: as order_numbers
+// has them, or words.
+template <class K, int E, int T>
+void row_sums(const Integers& as, const IntegerRow& row, const void* const* numbers, int64_t room, int32_t* out) {
   constexpr int pairs = K::words ? 1 : K::fields;  // of planes
+  constexpr bool small = !K::words && K::sums;     // a unit's products fit into eight words
   const int64_t size = row.n / K::planes, steps = size / E;
   const v32 table = listed(as);
   int64_t high_at = 0, multiple = 0;
   Place place(as.highs, 0);
   for (int64_t first = 0; first < steps; first += 8) {
-    v32 part[kTokens - 1][pairs][8];
-    for (int64_t i = 0; i < 8; i++) {
-      if (first + i == steps) break;
-      const int64_t at = (first + i) * E;
-      if (K::highs && high_at == row.high_size) high_at = 0, place = Place(as.highs, ++multiple);
-      v32 codes[E / 16][K::fields];
-      soon(row.later + at);
+    const int64_t count = least(8, steps - first);
+    for (int64_t i = first * E; i < (first + count) * E; i += 32) {
+      soon(row.codes + kRowsAhead * size + i);
+      if (K::highs && i < row.high_size) soon(row.highs + kRowsAhead * row.high_size + i);
+    }
+    v32 part[T][pairs][small ? 4 : 8];
+    for (int64_t i = 0; i < count; i += 2) {
+      v32 two[2][T][pairs] = {};  // halves have two lanes of one unit and two of another one
 #pragma GCC unroll 2
-      for (int k = 0; k < E / 16; k++) {
-        const v32 elements = load<v32>(row.codes + at + 16 * k);
-        const v32 highs = K::highs ? lower_then_upper(load<v32>(row.highs + high_at + 16 * k)) : v32{};
-        fields_of<K>(K::words ? elements : lower_then_upper(elements), highs, place, table, codes[k]);
-      }
-      high_at += E;
-      for (int64_t t = 0; t < tokens; t++) {
-        if constexpr (K::words) {
-          const int16_t* q = (const int16_t*)numbers[t] + at;
-          v32 sums[2];
+      for (int j = 0; j < 2; j++) {
+        const int64_t at = (first + i + j) * E;
+        if (i + j == count) break;
+        if (K::highs && high_at == row.high_size) high_at = 0, place = Place(as.highs, ++multiple);
+        v32 codes[E / 16][K::fields];
 #pragma GCC unroll 2
-          for (int f = 0; f < 2; f++) {
-            sums[f] = _mm256_madd_epi16(codes[0][f], load<v32>(q + f * size));
-            if (E == 32) sums[f] = add_products<K>(sums[f], codes[E / 16 - 1][f], load<v32>(q + f * size + 16));
-          }
-          part[t][0][i] = _mm256_hadd_epi32(sums[0], sums[1]);
-        } else {
-          const int8_t* q = (const int8_t*)numbers[t] + at * K::planes;
+        for (int k = 0; k < E / 16; k++) {
+          const v32 elements = load<v32>(row.codes + at + 16 * k);
+          const v32 highs = K::highs ? lower_then_upper(load<v32>(row.highs + high_at + 16 * k)) : v32{};
+          fields_of<K>(K::words ? elements : lower_then_upper(elements), highs, place, table, codes[k]);
+        }
+        high_at += E;
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+          if constexpr (K::words) {
+            const int16_t* q = (const int16_t*)numbers[t] + at;
+            v32 sums[2];
+#pragma GCC unroll 2
+            for (int f = 0; f < 2; f++) {
+              sums[f] = _mm256_madd_epi16(codes[0][f], load<v32>(q + f * size));
+              if (E == 32) sums[f] = add_products<K>(sums[f], codes[E / 16 - 1][f], load<v32>(q + f * size + 16));
+            }
+            two[j][t][0] = _mm256_hadd_epi32(sums[0], sums[1]);
+          } else {
+            const int8_t* q = (const int8_t*)numbers[t] + at * K::planes;
 #pragma GCC unroll 4
-          for (int f = 0; f < K::fields; f++) {
-            const v32 one = load<v32>(q + 32 * f), other = load<v32>(q + 32 * (K::fields * (E / 16 - 1) + f));
-            if (K::sums) {
-              v32 sums = _mm256_maddubs_epi16(codes[0][f], one);
-              if (E == 32) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes[E / 16 - 1][f], other));
-              part[t][f][i] = _mm256_madd_epi16(sums, ones());
-            } else {
-              part[t][f][i] = add_products<K>(v32{}, codes[0][f], one);
-              if (E == 32) part[t][f][i] = add_products<K>(part[t][f][i], codes[E / 16 - 1][f], other);
+            for (int f = 0; f < K::fields; f++) {
+              const v32 one = load<v32>(q + 32 * f), other = load<v32>(q + 32 * (K::fields * (E / 16 - 1) + f));
+              if (K::sums) {
+                v32 sums = _mm256_maddubs_epi16(codes[0][f], one);
+                if (E == 32) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes[E / 16 - 1][f], other));
+                two[j][t][f] = _mm256_madd_epi16(sums, ones());
+              } else {
+                two[j][t][f] = add_products<K>(v32{}, codes[0][f], one);
+                if (E == 32) two[j][t][f] = add_products<K>(two[j][t][f], codes[E / 16 - 1][f], other);
+              }
             }
           }
         }
       }
+#pragma GCC unroll 3
+      for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+        for (int f = 0; f < pairs; f++) {
+          if constexpr (small) part[t][f][i / 2] = _mm256_madd_epi16(_mm256_packs_epi32(two[0][t][f], two[1][t][f]), ones());
+          else part[t][f][i] = two[0][t][f], part[t][f][i + 1] = two[1][t][f];
+        }
+      }
     }
-    for (int64_t t = 0; t < tokens; t++) {
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
       for (int p = 0; p < pairs; p++) {
         v32 sums[2];
-        add_up(part[t][p], sums);
+        if constexpr (small) add_packed(part[t][p], sums);
+        else add_up(part[t][p], sums);
         int32_t* mine = out + t * room + p * steps + first;
-        store_lanes(mine, steps - first, sums[0]), store_lanes(mine + pairs * steps, steps - first, sums[1]);
+        store_lanes(mine, count, sums[0]), store_lanes(mine + pairs * steps, count, sums[1]);
       }
     }
   }
@@ -382,36 +417,58 @@ void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_
   }
 }
 
-// lane[u mod 8] += sum · scale · scale of x, and += minimum · …, units ascending; then pairwise.
-template <Shift how>
-float sum_of_units(const int32_t* sums, float zero, const float* scale, const float* shift, const float* x_scale,
-                   const float* x_sum, int64_t units) {
-  vw lane[kUnitLanes / W] = {};
+// y[r] of R rows, whose sums and scales lie `apart` and `scales_apart`: lane[u mod 8] += sum · scale ·
+// scale of x, and += minimum · …, units ascending; then pairwise. Rows side by side, since each one's
+// sums wait for each other.
+template <Shift how, int R>
+INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const float* scale, const float* shift,
+                      int64_t scales_apart, const float* x_scale, const float* x_sum, int64_t units, float* y) {
+  vw lane[R][kUnitLanes / W] = {};
   for (int64_t u = 0; u < units; u += kUnitLanes) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kUnitLanes / W; k++) {
       const int64_t at = u + k * W;
       const vw of_x = load<vw>(x_sum + at), by = load<vw>(x_scale + at);
-      vw zeros = zero - vw{};
-      if (how == Shift::Zero) zeros += load<vw>(shift + at);
-      const vw whole = __builtin_convertvector(load<wi>(sums + at), vw) - of_x * zeros;
-      lane[k] += unfused(whole * (load<vw>(scale + at) * by));
-      if (how != Shift::Minimum) continue;
-      lane[k] += unfused(of_x * (load<vw>(shift + at) * by));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        vw zeros = zero - vw{};
+        if (how == Shift::Zero) zeros += load<vw>(shift + r * scales_apart + at);
+        const vw whole = __builtin_convertvector(load<wi>(sums + r * apart + at), vw) - of_x * zeros;
+        lane[r][k] += unfused(whole * (load<vw>(scale + r * scales_apart + at) * by));
+        if (how != Shift::Minimum) continue;
+        lane[r][k] += unfused(of_x * (load<vw>(shift + r * scales_apart + at) * by));
+      }
     }
   }
-  float all[kUnitLanes];
-  memcpy(all, lane, sizeof all);
-  for (int64_t half = kUnitLanes / 2; half; half /= 2) {
-    for (int64_t i = 0; i < half; i++) all[i] += all[i + half];
+  for (int r = 0; r < R; r++) {
+    float all[kUnitLanes];
+    memcpy(all, lane[r], sizeof all);
+    for (int64_t half = kUnitLanes / 2; half; half /= 2) {
+      for (int64_t i = 0; i < half; i++) all[i] += all[i + half];
+    }
+    y[r] = all[0];
   }
-  return all[0];
+}
+
+constexpr int64_t kRowsAtOnce = 4;  // of a few tokens
+
+template <Shift how>
+void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, const float* scale,
+                       const float* shift, int64_t scales_apart, const float* x_scale, const float* x_sum,
+                       int64_t units, float* y) {
+  if (rows == kRowsAtOnce) {
+    return sum_units<how, kRowsAtOnce>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t i = r * scales_apart;
+    sum_units<how, 1>(sums + r * apart, 0, zero, scale + i, shift + i, 0, x_scale, x_sum, units, y + r);
+  }
 }
 
 #ifdef __AVX2__
 // ---- many tokens: outputs side by side in lanes, so that no sum crosses them
 
-constexpr int64_t kMany = kTokens;  // for which a block is worth it
+constexpr int64_t kMany = kFew + 1;  // for which a block is worth it
 
 // Lanes of kOutputs outputs for each two or four numbers of the sum, and scales and shifts of each unit,
 // `apart` from each other.
@@ -600,12 +657,33 @@ void units_of(const Format& f, const uint16_t* record, int matrix, const Integer
   }
 }
 
-constexpr int64_t kRowsAhead = 2, kDownAhead = 12, kBlockAhead = 24;  // rows that are asked for
+constexpr int64_t kBlockAhead = 24;  // rows that are asked for
+
+// f(first row, bytes of a number, groups that share one) of what groups have beside their codes.
+template <class F>
+INLINE void each_scale(const Coding& c, F f) {
+  const int64_t size = c.scale == ScaleType::F32 ? 4 : c.scale <= ScaleType::BF16 ? 2 : 1;
+  f(c.extra, size, 1);
+  if (has_shifts(c.kind)) f(c.shifts, shift_of(c.kind) == Shift::Zero ? 1 : size, 1);
+  if (c.super) f(c.supers, 2, c.super);
+  if (c.super && shift_of(c.kind) == Shift::Minimum) f(c.min_supers, 2, c.super);
+}
+
+// Asks for the scales of a row, and for what they have beside them.
+void ask_for_units(const Format& f, const uint16_t* record, const Coding& c, int64_t row) {
+  if (c.across > 1) return;
+  const int64_t groups = (f.hidden + c.group - 1) / c.group;
+  each_scale(c, [&](int64_t part, int64_t size, int64_t share) {
+    const int64_t bytes = (groups + share - 1) / share * size;
+    const char* first = (const char*)(record + part * f.hidden) + row * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) soon((const uint16_t*)(first + i));
+  });
+}
 
 IntegerRow row_at(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row) {
   const int64_t n = f.hidden, size = n * as.bits / 16, high_size = n * as.highs / 16;
   const uint16_t* codes = record + c.codes * n + row * size;
-  return {codes, record + c.highs * n + row * high_size, n, high_size, codes + kRowsAhead * size};
+  return {codes, record + c.highs * n + row * high_size, n, high_size};
 }
 
 void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
@@ -617,17 +695,23 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   const bool sixteen = c.unit == 16;
   float *scale = scratch, *shift = scale + kScaledRows * room, *raw = shift + kScaledRows * room;
   int32_t* sums = (int32_t*)(raw + 2 * room);
-  const auto add = as.shift == Shift::None ? sum_of_units<Shift::None>
-                   : as.shift == Shift::Zero ? sum_of_units<Shift::Zero> : sum_of_units<Shift::Minimum>;
-  // sum(row): to `sums`, of all tokens.
-  const auto rows_one_by_one = [&](auto sum) {
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t i = r % kScaledRows * apart;
+  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None>
+                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero> : sum_units_of_rows<Shift::Minimum>;
+  // sum(row, sums): of all tokens.
+  const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
+  const auto few_rows_at_once = [&](auto sum) {
+    for (int64_t r = 0; r < least(kScaledRows, rows); r++) ask_for_units(f, record, c, first + r);
+    for (int64_t r = 0; r < rows; r += at_once) {
+      const int64_t i = r % kScaledRows * apart, count = least(at_once, rows - r);
       if (!i) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
-      sum(row_at(f, record, c, as, first + r));
+      for (int64_t j = 0; j < count; j++) {
+        if (r + j + kScaledRows < rows) ask_for_units(f, record, c, first + r + j + kScaledRows);
+        sum(row_at(f, record, c, as, first + r + j), sums + j * tokens * room);
+      }
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
-        y[t * stride + r] = add(sums + t * room, as.zero, scale + i, shift + i, to.scale[sixteen], to.sum[sixteen], units);
+        add(count, sums + t * room, tokens * room, as.zero, scale + i, shift + i, apart, to.scale[sixteen],
+            to.sum[sixteen], units, y + t * stride + r);
       }
     }
   };
@@ -637,19 +721,22 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     return with_kind(as, [&](auto kind) {
       using K = decltype(kind);
       if (tokens < kMany) {
-        const void* numbers[kTokens];
-        int8_t* ordered = (int8_t*)(sums + tokens * room);
+        const void* numbers[kFew];
+        int8_t* ordered = (int8_t*)(sums + at_once * tokens * room);
         for (int64_t t = 0; t < tokens; t++, ordered += n) {
           const Quantized to(x[t], n);
           numbers[t] = K::words ? (const void*)to.words : ordered;
           if constexpr (!K::words) order_numbers<K>(to.q, n, ordered);
         }
-        return rows_one_by_one([&](const IntegerRow& row) {
-          (whole ? row_sums<K, 32> : row_sums<K, 16>)(as, row, numbers, tokens, room, sums);
-          for (int64_t t = 0; t < tokens && !sixteen && !whole; t++) {
-            int32_t* mine = sums + t * room;
-            for (int64_t u = 0; u < units; u++) mine[u] = mine[2 * u] + mine[2 * u + 1];
-          }
+        return chosen<1, kFew>(tokens, [&](auto some) {
+          constexpr int T = decltype(some)::value;
+          few_rows_at_once([&](const IntegerRow& row, int32_t* out) {
+            (whole ? row_sums<K, 32, T> : row_sums<K, 16, T>)(as, row, numbers, room, out);
+            for (int64_t t = 0; t < T && !sixteen && !whole; t++) {
+              int32_t* mine = out + t * room;
+              for (int64_t u = 0; u < units; u++) mine[u] = mine[2 * u] + mine[2 * u + 1];
+            }
+          });
         });
       }
       float *scales = (float*)sums, *shifts = scales + apart * kOutputs, *out = shifts + apart * kOutputs;
@@ -674,67 +761,138 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     });
   }
 #endif
-  uint8_t* bytes = (uint8_t*)(sums + tokens * room);
-  rows_one_by_one([&](const IntegerRow& row) {
+  uint8_t* bytes = (uint8_t*)(sums + at_once * tokens * room);
+  few_rows_at_once([&](const IntegerRow& row, int32_t* out) {
     for (int64_t p = 0; p < 16 / as.bits; p++) bytes_of(as, row.codes, p, size, bytes + p * size);
     for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) add_highs(as, row.highs, p, high_size, bytes + p * high_size);
-    for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, sums + t * room);
+    for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, out + t * room);
   });
 }
 
 // ---- down^T: lanes are columns
 
 #ifdef __AVX2__
-// Sums of products of `step` rows of each plane and n columns, a multiple of 16: to out[t · planes + p],
-// `apart` from each other. What lies `ahead` is asked for meanwhile.
-template <class K>
+// Two rows of 16 elements: in lanes of 16 bits the first row's lower byte and the second one's, and
+// their upper ones.
+INLINE void pair_rows(const uint16_t* rows, int64_t apart, v32& lower, v32& upper) {
+  const v32 one = load<v32>(rows), other = load<v32>(rows + apart), low = _mm256_set1_epi16(0xff);
+  lower = _mm256_or_si256(_mm256_and_si256(one, low), _mm256_slli_epi16(other, 8));
+  upper = _mm256_or_si256(_mm256_srli_epi16(one, 8), _mm256_andnot_si256(low, other));
+}
+
+// Sums of products of `step` rows of each plane, 16 or 32, and n columns, a multiple of 16: to
+// out[t · planes + p] for T tokens. What lies `ahead` of rows, and of their upper bits, is asked for
+// meanwhile; no upper bits: 0.
+template <class K, int T>
 void band_sums(const Integers& as, DownRows rows, const Place& place, int64_t step, int64_t n, int64_t ahead,
-               const Quantized* h, int64_t row, int64_t size, int64_t tokens, int32_t* const* out) {
-  constexpr bool open = K::sums == 8 && !K::words;  // sums of a band fit into words
-  alignas(32) v32 sums[kTokens * K::planes][kIntegerColumns / 16][2];
-  const v32 table = listed(as);
-  for (int64_t i = 0; i < step; i += 4, rows.codes += 4 * rows.apart, rows.highs += 4 * rows.apart) {
-    v32 factors[kTokens][kTurned<K>];
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int p = 0; p < K::planes; p++) {
-        const int64_t at = p * size + row + i;
-        int32_t four[2] = {};
-        if (K::words) {
-          memcpy(four, h[t].words + at, sizeof four);
-          factors[t][p] = _mm256_set1_epi32(four[0]), factors[t][kTurned<K> / 2 + p] = _mm256_set1_epi32(four[1]);
-        } else {
-          memcpy(four, h[t].q + at, sizeof *four);
-          factors[t][p] = _mm256_set1_epi32(four[0]);
-        }
+               int64_t highs_ahead, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
+  constexpr int P = K::planes, R = 8;                 // rows at once: as many as the first cache has ways
+  constexpr int most = K::sums ? K::sums : 1;         // products of pairs that fit into words
+  alignas(32) v32 factors[16][T][P];                  // of each two rows
+  alignas(32) v32 sums[T][P][kIntegerColumns / 16][2] = {};
+  alignas(32) v32 kept[T][P][kIntegerColumns / 16];   // words that are not full yet
+  for (int64_t i = 0; i < step / 2; i++) {
+    for (int t = 0; t < T; t++) {
+      for (int p = 0; p < P; p++) {
+        const int64_t at = p * size + row + 2 * i;
+        if (K::words) factors[i][t][p] = _mm256_set1_epi32(load<int32_t>(h[t].words + at));
+        else factors[i][t][p] = _mm256_set1_epi16(load<int16_t>(h[t].q + at));
       }
     }
+  }
+  const v32 table = listed(as);
+  for (int64_t i = 0; i < step; i += R, rows.codes += R * rows.apart, rows.highs += R * rows.apart) {
+    const auto* by = factors + i / 2;
+    const bool begins = i % (2 * most) == 0, ends = (i + R) % (2 * most) == 0;
     for (int64_t at = 0; at < n; at += 16) {
-      if (at % 32 == 0) {
-        for (int64_t k = 0; k < 4; k++) soon(rows.codes + ahead + k * rows.apart + at);
+      const int64_t place_of = at / 16;
+      for (int64_t k = 0; at % 32 == 0 && k < R; k++) {
+        soon(rows.codes + ahead + k * rows.apart + at);
+        if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + k * rows.apart + at);
       }
-      v32 codes[kTurned<K>][2];
-      turned<K>({rows.codes + at, rows.highs + at, rows.apart}, place, table, codes);
-      for (int64_t t = 0; t < tokens; t++) {
-#pragma GCC unroll 8
-        for (int p = 0; p < K::planes; p++) {
-          v32(&mine)[2] = sums[t * K::planes + p][at / 16];
+      if constexpr (K::words) {
+        v32 open[T][P][2];
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+          for (int p = 0; p < P; p++) open[t][p][0] = sums[t][p][place_of][0], open[t][p][1] = sums[t][p][place_of][1];
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < R / 2; j++) {
+          const v32 one = load<v32>(rows.codes + 2 * j * rows.apart + at);
+          const v32 other = load<v32>(rows.codes + (2 * j + 1) * rows.apart + at);
+          const v32 both[] = {_mm256_unpacklo_epi16(one, other), _mm256_unpackhi_epi16(one, other)};
 #pragma GCC unroll 2
           for (int k = 0; k < 2; k++) {
-            const v32 before = i ? mine[k] : v32{}, one = codes[p][k], by = factors[t][p];
-            if (open) mine[k] = _mm256_add_epi16(before, _mm256_maddubs_epi16(one, by));
-            else mine[k] = add_products<K>(before, one, by);
-            if (K::words) mine[k] = add_products<K>(mine[k], codes[K::planes + p][k], factors[t][K::planes + p]);
+            v32 codes[P];
+            fields_of<K>(both[k], v32{}, place, table, codes);
+#pragma GCC unroll 3
+            for (int t = 0; t < T; t++) {
+#pragma GCC unroll 2
+              for (int p = 0; p < P; p++) open[t][p][k] = add_products<K>(open[t][p][k], codes[p], by[j][t][p]);
+            }
           }
+        }
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+          for (int p = 0; p < P; p++) sums[t][p][place_of][0] = open[t][p][0], sums[t][p][place_of][1] = open[t][p][1];
+        }
+      } else {
+        v32 open[T][P];
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+#pragma GCC unroll 8
+          for (int p = 0; p < P; p++) open[t][p] = begins ? v32{} : kept[t][p][place_of];
+        }
+        const auto close = [&] {  // to those of even columns and of odd ones
+#pragma GCC unroll 3
+          for (int t = 0; t < T; t++) {
+#pragma GCC unroll 8
+            for (int p = 0; p < P; p++) {
+              v32(&mine)[2] = sums[t][p][place_of];
+              mine[0] = _mm256_add_epi32(mine[0], _mm256_madd_epi16(open[t][p], _mm256_set1_epi32(1)));
+              mine[1] = _mm256_add_epi32(mine[1], _mm256_srai_epi32(open[t][p], 16));
+              open[t][p] = v32{};
+            }
+          }
+        };
+#pragma GCC unroll 4
+        for (int j = 0; j < R / 2; j++) {
+          v32 bytes[2], highs[2] = {}, codes[P];
+          pair_rows(rows.codes + 2 * j * rows.apart + at, rows.apart, bytes[0], bytes[1]);
+          if (K::highs) pair_rows(rows.highs + 2 * j * rows.apart + at, rows.apart, highs[0], highs[1]);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; half++) fields_of<K>(bytes[half], highs[half], place, table, codes + half * K::fields);
+#pragma GCC unroll 8
+          for (int p = 0; p < P; p++) {
+            const v32 positive = K::sums ? codes[p] : _mm256_abs_epi8(codes[p]);
+#pragma GCC unroll 3
+            for (int t = 0; t < T; t++) {
+              const v32 q = K::sums ? by[j][t][p] : _mm256_sign_epi8(by[j][t][p], codes[p]);
+              open[t][p] = _mm256_add_epi16(open[t][p], _mm256_maddubs_epi16(positive, q));
+            }
+          }
+          if (most < R / 2 && j % most == most - 1) close();
+        }
+        if (most < R / 2) continue;
+        if (ends) {
+          close();
+          continue;
+        }
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+#pragma GCC unroll 8
+          for (int p = 0; p < P; p++) kept[t][p][place_of] = open[t][p];
         }
       }
     }
   }
-  for (int64_t j = 0; j < tokens * K::planes; j++) {
+  for (int j = 0; j < T * P; j++) {
     for (int64_t at = 0; at < n; at += 16) {
-      v32(&mine)[2] = sums[j][at / 16];
-      for (int k = 0; open && k < 2; k++) mine[k] = _mm256_madd_epi16(mine[k], ones());
-      in_order(mine);
-      store(out[j] + at, mine[0]), store(out[j] + at + 8, mine[1]);
+      const v32* mine = sums[j / P][j % P][at / 16];
+      v32 found[] = {mine[0], mine[1]};
+      if (!K::words) found[0] = _mm256_unpacklo_epi32(mine[0], mine[1]), found[1] = _mm256_unpackhi_epi32(mine[0], mine[1]);
+      in_order(found);
+      store(out[j] + at, found[0]), store(out[j] + at + 8, found[1]);
     }
   }
 }
@@ -754,19 +912,26 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
   const bool whole = width % planes == 0 && size % step == 0, high = width % high_planes == 0 && high_size % step == 0;
   if (whole && (!as.highs || high)) {
     done = n / 16 * 16;
-    Quantized to[kTokens] = {{h[0], width}, {h[least(1, tokens - 1)], width}, {h[least(2, tokens - 1)], width}, {h[tokens - 1], width}};
+    const Quantized to[kFew] = {{h[0], width}, {h[least(1, tokens - 1)], width}, {h[tokens - 1], width}};
+    // Behind a block's last rows come the first ones of the block beside it.
+    const auto ahead = [&](int64_t row, int64_t all) {
+      return row + step < all ? step * apart : n - row * apart;
+    };
     with_kind(as, [&](auto kind) {
       using K = decltype(kind);
-      for (int64_t row = 0; row < size; row += step) {
-        int32_t* own[kTokens * K::planes];
-        for (int64_t j = 0; j < tokens * planes; j++) {
-          own[j] = out + (j / planes * steps + (j % planes * size + row) / step) * room;
+      chosen<1, kFew>(tokens, [&](auto some) {
+        for (int64_t row = 0; row < size; row += step) {
+          int32_t* own[kFew * K::planes];
+          for (int64_t j = 0; j < tokens * planes; j++) {
+            own[j] = out + (j / planes * steps + (j % planes * size + row) / step) * room;
+          }
+          const int64_t high_row = as.highs ? row % high_size : 0;
+          const Place place(as.highs, as.highs ? row / high_size : 0);
+          const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
+          const int64_t highs_ahead = as.highs && row < high_size ? ahead(high_row, high_size) : 0;
+          band_sums<K, decltype(some)::value>(as, rows, place, step, done, ahead(row, size), highs_ahead, to, row, size, own);
         }
-        const int64_t high_row = as.highs ? row % high_size : 0;
-        const Place place(as.highs, as.highs ? row / high_size : 0);
-        const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
-        band_sums<K>(as, rows, place, step, done, kDownAhead * apart, to, row, size, tokens, own);
-      }
+      });
     });
   }
 #endif
@@ -793,15 +958,12 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
 void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int64_t n) {
   const Coding& c = f.matrix[DOWN];
   if (c.across > 1) return;
-  const auto ask = [&](int64_t part, int64_t size) {
+  each_scale(c, [&](int64_t part, int64_t size, int64_t share) {
     const char* first = (const char*)(record + part * f.hidden) + column * size;
-    for (int64_t row = 0; row < f.width; row += c.group, first += f.hidden * size) {
+    for (int64_t row = 0; row < f.width; row += c.group * share, first += f.hidden * size) {
       for (int64_t i = 0; i < n * size; i += 64) soon((const uint16_t*)(first + i));
     }
-  };
-  const int64_t size = c.scale == ScaleType::F32 ? 4 : c.scale <= ScaleType::BF16 ? 2 : 1;
-  ask(c.extra, size);
-  if (has_shifts(c.kind)) ask(c.shifts, shift_of(c.kind) == Shift::Zero ? 1 : size);
+  });
 }
 
 // The terms of a unit of rows, onto their sum's lane of n columns. twice: another half of the unit's
@@ -918,8 +1080,8 @@ void integer_columns(const Format& f, const uint16_t* record, int64_t column, in
     return blocks_of_columns(f, record, as, column, n, h, tokens, y, scratch);
   }
 #endif
-  for (int64_t t = 0; t < tokens; t += kTokens) {
-    few_columns(f, record, as, column, n, h + t, least(kTokens, tokens - t), y + t, scratch);
+  for (int64_t t = 0; t < tokens; t += kFew) {
+    few_columns(f, record, as, column, n, h + t, least(kFew, tokens - t), y + t, scratch);
   }
 }
 

@@ -493,16 +493,30 @@ void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t p
 }
 
 #ifdef __AVX2__
+// Eight numbers that are bytes, times others.
+INLINE __m256 times_bytes(bool positive, const uint8_t* bytes, __m256 others) {
+  const __m128i some = _mm_loadl_epi64((const __m128i*)bytes);
+  const __m256i numbers = positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some);
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(numbers), others);
+}
+
 // The same of numbers that are bytes, as many times `super`, a multiple of 8.
 void supers_of(bool positive, const uint8_t* bytes, const uint16_t* supers, int64_t super, int64_t n, float sign,
                float* out) {
-  for (int64_t at = 0; at < n; supers++) {
-    const __m256 own = _mm256_set1_ps(sign * scale_f16(*supers));
-    for (const int64_t stop = at + super; at < stop; at += 8) {
-      const __m128i some = _mm_loadl_epi64((const __m128i*)(bytes + at));
-      const __m256i numbers = positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some);
-      _mm256_storeu_ps(out + at, _mm256_mul_ps(_mm256_cvtepi32_ps(numbers), own));
-    }
+  float own[kScales];
+  for (int64_t i = 0; i < n / super; i++, bytes += super, out += super) {
+    const int64_t at = i % kScales;
+    if (!at) widen(Type::F16, supers + i, least(kScales, n / super - i), own);
+    const __m256 same = _mm256_set1_ps(sign * own[at]);
+    for (int64_t k = 0; k < super; k += 8) _mm256_storeu_ps(out + k, times_bytes(positive, bytes + k, same));
+  }
+}
+
+// Of numbers with a float16 each, a multiple of 8 of them.
+void each_super_of(bool positive, const uint8_t* bytes, const uint16_t* supers, int64_t n, float sign, float* out) {
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m256 own = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(supers + i)));
+    _mm256_storeu_ps(out + i, times_bytes(positive, bytes + i, _mm256_mul_ps(_mm256_set1_ps(sign), own)));
   }
 }
 #endif
@@ -548,11 +562,14 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
   }
 #endif
 #ifdef __AVX2__
-  if (whole && at % c.super == 0 && n % c.super == 0) {
+  const bool each = bytes && c.super && matrix == DOWN && n % 8 == 0;
+  if (each || (whole && at % c.super == 0 && n % c.super == 0)) {
     const auto read = [&](int64_t part, int64_t supers, float sign, float* out) {
       const uint8_t* all = (const uint8_t*)(record + part * f.hidden) + at;
-      const uint16_t* mine = record + supers * f.hidden + at / c.super;
-      supers_of(c.scale == ScaleType::U8, all, mine, c.super, n, sign, out);
+      const uint16_t* mine = record + supers * f.hidden;
+      const bool positive = c.scale == ScaleType::U8;
+      if (each) each_super_of(positive, all, mine + line / c.super * length + first, n, sign, out);
+      else supers_of(positive, all, mine + at / c.super, c.super, n, sign, out);
     };
     read(c.extra, c.supers, 1, scale);
     if (has_shifts(c.kind)) read(c.shifts, c.min_supers, -1, shift);

@@ -85,7 +85,8 @@ constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t block = kOutputs * (hidden / 2 + 2 * units);
-  return (34 + tokens) * units + hidden + (tokens < kTokens ? 0 : block + open);
+  const int64_t rows = tokens < kTokens ? 4 : 1;  // whose sums are open
+  return (34 + rows * tokens) * units + hidden + (tokens < kTokens ? 0 : block + open);
 }
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
   const int64_t few = tokens < kTokens ? tokens : kTokens, open = kBlockTokens * kOutputs * kUnitLanes;

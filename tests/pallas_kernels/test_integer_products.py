@@ -170,8 +170,8 @@ def test_sums_of_the_largest_integers_fit(version):
             same_bits(found, wanted[:rows])
     spec = Spec(6, "bfloat16", hidden=256, width=256, experts=4, versions=(version,))
     case = experts.case(spec, 0, resident=())
-    ids = np.full((6, 2), 4, np.int32)
-    ids[:, 0], ids[:2, 1], ids[2, 1] = 0, 1, 2  # of 6, 2 and 1 tokens
+    ids = np.zeros((6, 2), np.int32)
+    ids[:, 1] = 1, 1, 1, 2, 2, 3  # of 6, 3, 2 and 1 tokens
     case = dataclasses.replace(case, ids=ids, x=jnp.full((6, 256), 3, jnp.bfloat16))
     for up, down in ((True, True), (True, False), (False, True), (False, False)):
         filled(case.stores[0], case.formats[0].store, {"gate": True, "up": up, "down": down})
