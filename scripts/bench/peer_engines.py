@@ -162,9 +162,9 @@ class MoejaxEngine:
         outputs = self.llm.generate(given, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def floor(self, batch: int, tokens: int) -> float:
-        """Seconds of a step of so many tokens if reading memory alone took time: weights, states,
-        KV and the experts that so many tokens choose if all are equally likely."""
+    def floor(self, batch: int, tokens: int) -> dict[str, float]:
+        """The bytes that a step of so many tokens reads: weights, states, KV and the experts that
+        so many tokens choose if all are equally likely; its seconds if reading alone took time."""
         from moejax.costs.rates import measure_memory_rate
         from scripts.parts.decode_timing import step_bytes
 
@@ -173,7 +173,8 @@ class MoejaxEngine:
         each = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens
         active = sum(config.moe_layers) * config.num_experts * each
         read = step_bytes(runner, active, batch=batch, context=context)
-        return sum(read.values()) / measure_memory_rate(runner.device)
+        nbytes = sum(read.values())
+        return {"bytes": nbytes, "seconds": nbytes / measure_memory_rate(runner.device)}
 
     def _stop(self) -> None:
         """Ends the decoded sequences: the engine would go on with them beside a prompt."""
@@ -412,7 +413,7 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
         return {"seconds": time.perf_counter() - began, "tokens": tokens}
     if question["what"] == "floor":
         assert isinstance(engine, MoejaxEngine)
-        return {"seconds": engine.floor(question["batch"], question["tokens"])}
+        return engine.floor(question["batch"], question["tokens"])
     if question["what"] == "job":
         return {"tokens": engine.job(task.jobs()[: question.get("most")])}
     if question["what"] == "prefill":
@@ -477,7 +478,7 @@ LAYER = {
 ARCHITECTURES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe"}
 """config.json's model_type → GGUF's name."""
 
-TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
+TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_S": 14, "Q4_K_M": 15, "Q6_K": 18, "MXFP4": 38}
 """llama_ftype."""
 
 

@@ -14,7 +14,7 @@ stages:
   int8    moejax's experts in int8 beside Q8_0: of experts alone ("experts"), and of attention,
           head and embeddings too, as llama.cpp's users have it ("all")
   int4    the same with int4 and Q4_0
-  q8_0, q4_k_m, mxfp4
+  q8_0, q4_0, q4_k_s, q4_k_m, q6_k, mxfp4
           moejax and llama.cpp, both with the same GGUF file of that type
   hybrid  as bf16, of Qwen3.6-35B-A3B with a smaller vocabulary (two layers are 3.9 GB); every
           fourth layer, of fewer the last, has keys and values, the others have states
@@ -30,6 +30,10 @@ of what it reads counts, so does the process itself): moejax with `--store file`
 Only decode steps and jobs are measured.
 
 --arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
+
+--dense adds, in stages of one GGUF file, moejax with the same model in bfloat16, and to the table
+of decode steps the bytes that each moejax reads a second (those of `floor`), beside bfloat16's in
+the same round. With --experts-only the GGUF file has everything else in bfloat16 too.
 
 --quality adds, in stages of one GGUF file, how far each engine's distributions and logits are from
 those of the same file dequantized to float32 (by moejax).
@@ -80,8 +84,10 @@ STAGES = {
     "int8": ("moejax int8", "llama.cpp Q8_0 experts", "llama.cpp Q8_0 all"),
     "int4": ("moejax int4", "llama.cpp Q4_0 experts", "llama.cpp Q4_0 all"),
     "q8_0": ("moejax Q8_0 all", "llama.cpp Q8_0 all"),
-    "q4_k_m": ("moejax Q4_K_M all", "llama.cpp Q4_K_M all"),
-    "mxfp4": ("moejax MXFP4 all", "llama.cpp MXFP4 all"),
+    **{
+        kind.lower(): (f"moejax {kind} all", f"llama.cpp {kind} all")
+        for kind in ("Q4_0", "Q4_K_S", "Q4_K_M", "Q6_K", "MXFP4")
+    },
     "hybrid": ("moejax", "llama.cpp BF16", "transformers"),
 }
 """Engines, moejax first."""
@@ -89,7 +95,7 @@ STAGES = {
 AGREEMENT = {
     "bf16": 0.03,
     "hybrid": 0.15,
-    **dict.fromkeys(("q8_0", "q4_k_m", "mxfp4"), 0.05),
+    **dict.fromkeys(("q8_0", "q4_0", "q4_k_s", "q4_k_m", "q6_k", "mxfp4"), 0.05),
     "int8": 0.1,
     "int4": 0.5,
 }
@@ -172,6 +178,9 @@ COLUMNS = (
 )
 LIMITED = (*COLUMNS, ("read, MB a token", "{read_mb:.0f}"), ("peak, GB", "{peak_gb:.2f}"))
 """Columns where memory is limited."""
+BESIDE_DENSE = (*COLUMNS, ("GB/s", "{gb_per_s:.2f}"), ("of dense", "{of_dense:.0%}"))
+DENSE = "moejax"
+"""The engine with the checkpoint's own bfloat16."""
 
 
 @refusing(RuntimeError)
@@ -203,6 +212,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--arithmetic", default="exact", choices=choices, help=text)
     add("--dtype", default="auto", help="of moejax; llama.cpp's is float32 (%(default)s)")
     add("--quality", action="store_true", help="logits beside those of the file in float32")
+    add("--dense", action="store_true", help="bytes a second beside those of bfloat16")
+    add("--experts-only", action="store_true", help="GGUF files have only experts in codes")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
     add("--job", type=int, default=0, metavar="N", help="prompts, instead of steps")
@@ -221,12 +232,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def engines_of(stage: str, without: Sequence[str], arithmetic: str = "exact") -> list[str]:
+def engines_of(
+    stage: str,
+    without: Sequence[str],
+    arithmetic: str = "exact",
+    *,
+    dense: bool = False,
+    experts_only: bool = False,
+) -> list[str]:
     exact, *others = STAGES[stage]
+    one_file = exact.endswith(" all")
     ours = [exact]
-    if arithmetic != "exact" and exact != "moejax":  # which has the checkpoint's own bfloat16
+    if arithmetic != "exact" and exact != DENSE:
         ours = [f"{exact} --arithmetic {arithmetic}", exact]
-    return ours + [name for name in others if name.split()[0] not in without]
+    named = ours + [name for name in others if name.split()[0] not in without]
+    if one_file and experts_only:
+        named = [name.replace(" all", " experts") for name in named]
+    return named + [DENSE] * (one_file and dense)
 
 
 def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str) -> str | None:
@@ -249,7 +271,13 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
     tasks: dict[str, Task] = {}
     model, fields = model_of(stage, args.layers)
     said = [f"{stage}: {args.layers} layers of {model}, {args.threads} threads each"]
-    for name in engines_of(stage, args.without.split(","), args.arithmetic):
+    for name in engines_of(
+        stage,
+        args.without.split(","),
+        args.arithmetic,
+        dense=args.dense,
+        experts_only=args.experts_only,
+    ):
         base, _, arithmetic = name.partition(" --arithmetic ")
         tasks[name] = Task(
             str(model_file(args, base, directory / f"{model}-{args.layers}", fields)),
@@ -260,7 +288,7 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
             threads=args.threads,
             precision=stage if base == f"moejax {stage}" else None,
             arithmetic=arithmetic or "exact",
-            dtype=args.dtype,
+            dtype="auto" if name == DENSE else args.dtype,
             job=args.job,
             answer=args.answer,
         )
@@ -277,13 +305,18 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
                     workers[name] = stack.enter_context(worker_of(args, name, task))
                 for name, worker in workers.items():
                     said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
-                said += agreement(workers, AGREEMENT[stage], 4 if share < 100 else None)
+                same = dict(workers)
+                if STAGES[stage][0] != DENSE:
+                    same.pop(DENSE, None)  # has other weights
+                said += agreement(same, AGREEMENT[stage], 4 if share < 100 else None)
                 if args.quality and STAGES[stage][0].endswith("all"):
-                    said += quality(workers)
+                    said += quality(same)
                 rows = measure(args, workers)
         for row in rows:
             row["case"] += f", {share}%" * (share < 100)
         columns = COLUMNS if share == 100 else LIMITED
+        if args.dense and share == 100 and not args.job:
+            columns = BESIDE_DENSE
         if args.json:
             print(*said, sep="\n", file=sys.stderr)
             yield from map(json.dumps, rows)
@@ -340,7 +373,7 @@ def model_file(
     - `fields`: of config.json.
     """
     write_checkpoint(checkpoint, fields)
-    if not name.startswith("llama.cpp") and not name.endswith("all"):
+    if not name.startswith("llama.cpp") and name.split()[-1] not in ("all", "experts"):
         return checkpoint
     whole = checkpoint.with_name(f"{checkpoint.name}-BF16.gguf")
     write_gguf(args.llama_python, checkpoint, whole)
@@ -489,7 +522,8 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
     """A row of the table for each case and engine."""
     rows: list[dict[str, Any]] = []
     limited = any(worker.task.memory for worker in workers.values())
-    for case in [*(f"decode {batch}" for batch in args.batch.split(",")), "prefill"]:
+    cases = [f"decode {batch}" for batch in args.batch.split(",")]
+    for case in cases if args.dense else [*cases, "prefill"]:
         what, _, batch = case.partition(" ")
         if limited and not batch:
             continue
@@ -514,10 +548,14 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
         print(f"{case} is done", file=sys.stderr, flush=True)
         tokens = int(batch or args.prompt)
         ours = next(iter(workers.values()))
-        floor = None
+        floor, read = None, {}
         if not limited:  # whose memory holds no arrays to measure it with
-            floor = ours.ask("floor", batch=int(batch or 1), tokens=tokens)["seconds"]
-        rows += case_rows(case, tokens, found, floor)
+            asked = {"batch": int(batch or 1), "tokens": tokens}
+            floor = ours.ask("floor", **asked)["seconds"]
+            for name, worker in workers.items() if args.dense else ():
+                if name.startswith("moejax"):
+                    read[name] = worker.ask("floor", **asked)["bytes"]
+        rows += case_rows(case, tokens, found, floor, read)
         for row in rows[-len(workers) :] if limited else ():
             worker, (done, read) = workers[row["engine"]], before[row["engine"]]
             count = (steps[worker.name] - done) * int(batch)
@@ -544,11 +582,16 @@ def measure_jobs(args: argparse.Namespace, tasks: Mapping[str, Task]) -> list[di
 
 
 def case_rows(
-    case: str, tokens: int, found: Mapping[str, Sequence[float]], floor: float | None
+    case: str,
+    tokens: int,
+    found: Mapping[str, Sequence[float]],
+    floor: float | None,
+    read: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each engine. tokens: of a step. found: seconds of a step, by round. floor: seconds
-    of reading what a step needs, None if nobody counts that. ratio: tokens a second of the first
-    engine over those of this one."""
+    of reading what a step needs, None if nobody counts that. read: bytes of a step, of engines that
+    have a rate beside that of DENSE. ratio: tokens a second of the first engine over those of this
+    one."""
     ours, rows = next(iter(found.values())), []
     for name, theirs in found.items():
         median = float(np.median(theirs))
@@ -560,6 +603,12 @@ def case_rows(
             ratio = float(np.median(ratios))
             if len(ratios) > 5:
                 low, high = median_interval(ratios)
+        rate = share = None
+        if read and name in read:
+            rate = read[name] / median
+            if DENSE in read and len(theirs) == len(found[DENSE]):
+                each = np.divide(found[DENSE], theirs) * read[name] / read[DENSE]
+                share = float(np.median(each))
         rows.append(
             {
                 "case": case,
@@ -571,6 +620,8 @@ def case_rows(
                 "ratio": ratio,
                 "low": low,
                 "high": high,
+                "gb_per_s": None if rate is None else rate / 1e9,
+                "of_dense": share,
                 "read_mb": None,
                 "peak_gb": None,
             }

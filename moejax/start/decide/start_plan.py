@@ -498,13 +498,15 @@ def _result_notes(steps: StepSpec) -> list[str]:
             "on which experts are resident; they are not those of full residency"
         )
     if steps.ops.arithmetic != "exact":
-        only = ""
+        only = advice = ""
         if steps.ops.linear != "cpu" or steps.dtype not in CODED_DTYPES:
             own = "by native ops alone, in bfloat16 and float32"
             only = f" of experts (other matrices stay in codes {own})"
+        elif steps.dtype != "float32":
+            advice = "; dtype float32 rounds nothing else, and is faster for GGUF files"
         notes.append(
             f"arithmetic {steps.ops.arithmetic}: in products with weights{only} in integer codes "
-            "activations are rounded to 8 bits; the output has other bits than with exact"
+            f"activations are rounded to 8 bits; the output has other bits than with exact{advice}"
         )
     if (delta := steps.cache_aware_routing) is not None:
         does = f"a missing expert loses {delta} of its score where routers choose"

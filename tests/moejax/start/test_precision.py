@@ -57,6 +57,7 @@ def test_results_say_which_products_are_of_integers(linear, dtype, experts_only)
     steps: Any = SimpleNamespace(ops=ops, dtype=dtype, **unused)
     (note,) = _result_notes(steps)
     assert ("with weights of experts (other matrices" in note) == experts_only
+    assert ("dtype float32 rounds nothing else" in note) == ((linear, dtype) == ("cpu", "bfloat16"))
 
 
 def test_stats_without_control_say_what_was_asked_for():

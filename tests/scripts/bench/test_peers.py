@@ -7,7 +7,7 @@ import pytest
 
 from moejax.errors import UserError
 from scripts.bench.peer_engines import MoejaxEngine, Task, answered
-from scripts.bench.peers import STAGES, deviation, engines_of
+from scripts.bench.peers import STAGES, case_rows, deviation, engines_of
 from scripts.parts import cgroup
 from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
@@ -21,6 +21,22 @@ def test_integer_products_are_beside_exact_ones_where_weights_are_in_codes(stage
         assert (exact, *others) == (own, "llama.cpp BF16")
     else:
         assert (exact, *others) == (f"{own} --arithmetic int8", *STAGES[stage])
+
+
+def test_rates_of_coded_weights_are_beside_that_of_bfloat16():
+    found = {
+        "moejax Q8_0 all": [2.0, 4.0, 2.0],
+        "llama.cpp Q8_0 all": [1.0] * 3,
+        "moejax": [2.0] * 3,
+    }
+    rows = case_rows("decode 1", 1, found, 0.5, {"moejax Q8_0 all": 6e9, "moejax": 8e9})
+    shares = [(row["gb_per_s"], row["of_dense"]) for row in rows]
+    assert shares == [(3, 0.75), (None, None), (4, 1)]
+    assert engines_of("q8_0", ("llama.cpp",), dense=True, experts_only=True) == [
+        "moejax Q8_0 experts",
+        "moejax",
+    ]
+    assert engines_of("bf16", ("transformers",), dense=True) == ["moejax", "llama.cpp BF16"]
 
 
 @NATIVE
