@@ -136,7 +136,7 @@ class LayerTask:
 
     deep: bool
     """Whether it is a middle layer."""
-    width: int = 512
+    width: int = 256
     epochs: int = 30
     patience: int = 6
     batch: int = 128
