@@ -127,7 +127,6 @@ class Seat:
         self._observed: dict[Moment, tuple[str, ...]] = {}
         self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
         self.rests: Callable[[Any, Glance], Any] | None = getattr(policy, "rests", None)
-        self.naps: Callable[[Any], int] = getattr(policy, "naps", lambda state: 0)
         self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
             policy.writes.isdisjoint({"stages", "transitions"})
         )
@@ -250,8 +249,6 @@ class Controller:
         self._use: np.ndarray | None = None
         """int64[len(USES)]: StepRecord.use of the step that was read last."""
         self._assigned: Assigned | None = None
-        self._asleep = 0
-        """Steps to come that no policy wants to hear of."""
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
         self._always: frozenset[Moment] = frozenset().union(
@@ -345,15 +342,9 @@ class Controller:
         alone = not (self.needs_residency or self.staging.watching or "counts" in self.needs)
         return alone and all(seat.rests is not None for seat in self._seats)
 
-    def sleep(self) -> bool:
-        """Whether no policy wants to hear of a step that was read. Otherwise ask `rest`."""
-        asleep = self._asleep > 0
-        self._asleep -= asleep
-        return asleep
-
     def rest(self, glance: Glance) -> bool:
-        """Whether no policy needs more of a step that was read. Otherwise nothing has changed, and
-        end_step must follow."""
+        """Whether no policy needs a step that was read. Otherwise nothing has changed, and end_step
+        must follow."""
         if not self.may_rest:
             return False
         states = [seat.rests(seat.state, glance) for seat in self._seats if seat.rests]
@@ -361,7 +352,6 @@ class Controller:
             return False
         for seat, state in zip(self._seats, states, strict=True):
             seat.state = state
-        self._asleep = min(seat.naps(seat.state) for seat in self._seats)
         return True
 
     def end_step(
@@ -378,9 +368,9 @@ class Controller:
         - `age`: steps that were dispatched after this one.
         - `seconds`: from the start until the step was read.
         - `tables`: after the step, needed if needs_residency.
-        - `needed`: whether `sleep` and `rest` said that a policy needs the step.
+        - `needed`: whether `rest` was asked and said that a policy needs the step.
         """
-        if not needed and self.may_rest and (self.sleep() or self.rest(glance_of(record, seconds))):
+        if not needed and self.may_rest and self.rest(glance_of(record, seconds)):
             return
         if tables is not None:
             self.see(tables)
@@ -653,10 +643,9 @@ def glance_of(record: StepRecord, seconds: float) -> Glance:
     rows = len(record.ids) if record.rows is None else record.rows
     decode = bool(record.phase.all()) if record.kind is None else record.kind == "decode"
     use = [-1] * len(USES) if record.use is None else record.use.tolist()
-    shown = (use[USES.index(name)] for name in Glance._fields[7:])
+    shown = (use[USES.index(name)] for name in Glance._fields[6:])
     compiled = bool(record.compiled)
-    known = record.number, decode, int(rows), int(missed), seconds, compiled
-    return Glance(*known, lambda: record.ids, *shown)
+    return Glance(decode, int(rows), int(missed), seconds, compiled, lambda: record.ids, *shown)
 
 
 def _read_only(value: Any) -> Any:

@@ -382,7 +382,7 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Seven more attributes are optional:
+    Six more attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy
@@ -394,7 +394,6 @@ class Policy(Protocol):
     - `active(state)`: those of its moments at which it wants to be asked now; without it, all.
     - `rests(state, glance)`: the state after a step of which a step_record.Glance tells it all, or
       None to be asked. Where every policy rests, steps cost little.
-    - `naps(state)`: after a rest, how many steps it does not want to hear of (default: none).
     """
 
     @property

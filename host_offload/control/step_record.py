@@ -71,7 +71,6 @@ USES = tuple(field.name for field in dataclasses.fields(PageUse))
 class Glance(NamedTuple):
     """What is known of a step once it was read, before its record is made."""
 
-    number: int
     decode: bool
     rows: int
     """Of its executable."""

@@ -61,8 +61,6 @@ WATCH_S, COST = 6e-4, 0.05
 misses' time that they may cost."""
 SWITCH_S = 2e-3
 """Seconds that a change costs beside its moves."""
-NAP = 3
-"""Steps of a rest, after each that was looked at, that are not, unless requests wait."""
 AT_ONCE, LONGEST = 64, 4096
 """Steps: a rest that would be no longer does not begin, since much is missed and little was
 watched; and misses of the longest rest, of which each step counts as one at least."""
@@ -173,12 +171,8 @@ class Watched(NamedTuple):
     """Before the window, with a prefetch among the arms."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Measured over predicted seconds of computing and of moves."""
-    number: int = -1
-    """Of the step before that was looked at."""
     seconds: float = 0.0
-    """When that was read."""
-    nap: int = 0
-    """Steps to come that are not looked at."""
+    """When the step before was read."""
     watched: int = 0
     """Decode steps watched since the last rest."""
     held: int = 0
@@ -306,9 +300,6 @@ class Auto:
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
 
-    def naps(self, state: Watched) -> int:
-        return state.nap
-
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
         moments = (policy.moments for policy in self.policies[state.arm])
@@ -344,7 +335,6 @@ class Auto:
             )
         )
         return Glance(
-            seen.step,
             bool(seen.phase.all()) and len(seen.phase) > 0,
             len(seen.ids) if self.bare else seen.bucket,
             int(seen.missed.sum()),
@@ -371,8 +361,7 @@ class Auto:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
-            state = state._replace(number=seen.number, seconds=seen.seconds)
-            return state._replace(tables=tables_of(whole)), Decision()
+            return state._replace(seconds=seen.seconds, tables=tables_of(whole)), Decision()
         else:
             state = self._watch(state, seen, whole)
         fits = seen.decode and (state.fresh == 0 or state.held == 1)
@@ -406,10 +395,7 @@ class Auto:
             return state._replace(load=load, held=0 if other else state.held)
         if not other:
             return state
-        fresh = -1 if state.rest else 0  # the seconds of one step are not known after a nap
-        if len(self.arms) == 1:
-            fresh = self.window  # its split is fitted at once
-        return state._replace(load=load, window=(), fresh=fresh, held=0, rest=0)
+        return state._replace(load=load, window=(), fresh=0, held=0, rest=0)
 
     def _watch(self, state: Watched, seen: Glance, whole: Observation | None) -> Watched:
         """Returns the state after a step of a window."""
@@ -418,9 +404,7 @@ class Auto:
             shadows, fills = shadows.follow(routed_counts(seen.ids(), state.spec.experts) > 0)
         fills = state.carried + fills
         if not seen.decode or seen.compiled:
-            return state._replace(
-                number=seen.number, seconds=seen.seconds, nap=0, shadows=shadows, carried=fills
-            )
+            return state._replace(seconds=seen.seconds, shadows=shadows, carried=fills)
         window = state.window
         if state.fresh >= 0:  # or the shadows are behind
             took = seen.seconds - state.seconds
@@ -428,9 +412,7 @@ class Auto:
             sample = Sample(took, self._compute_s(seen.rows), seen.missed, fills, record)
             window = (*window[-(KEPT * self.window - 1) :], sample)
         return state._replace(
-            number=seen.number,
             seconds=seen.seconds,
-            nap=0,
             shadows=shadows,
             carried=0,
             window=window,
@@ -440,21 +422,15 @@ class Auto:
         )
 
     def _pass(self, state: Watched, seen: Glance) -> Watched:
-        """Returns the state after a step of a rest, or of one arm alone, which stands for those
-        that were not looked at. Its `fresh` says when the split is fitted, as often as in
-        windows."""
-        steps = seen.number - state.number
-        state = state._replace(number=seen.number, seconds=seen.seconds, nap=0)
+        """Returns the state after a step of a rest, or of one arm alone. Its `fresh` says when the
+        split is fitted, as often as in windows."""
         if not seen.decode:
-            return state
-        rest = state.rest - steps * (1 if self.ahead else max(seen.missed, 1))
-        fresh, held = state.fresh + steps, state.held + steps
+            return state._replace(seconds=seen.seconds)
+        rest = state.rest - (1 if self.ahead else max(seen.missed, 1))
+        fresh, held = (state.fresh + 1) % self.window, state.held + 1
         if state.rest and rest <= 0:  # the shadows are behind
             fresh = 0 if self.ahead else -self.window
-        elif fresh >= self.window:
-            fresh = 0
-        nap = 0 if seen.waiting or seen.kv_swapped or not (rest > 0 or len(self.arms) == 1) else NAP
-        return state._replace(rest=max(rest, 0), fresh=fresh, held=held, nap=nap)
+        return state._replace(seconds=seen.seconds, rest=max(rest, 0), fresh=fresh, held=held)
 
     # ---- what a step says
 

@@ -605,12 +605,9 @@ class Engine:
         """Tells policies and the tracer of a step that was read."""
         control, asked = self.control, False
         if control is not None and control.controller.may_rest:
-            asked, missed = True, sum(results.totals[2:])
-            if control.controller.sleep() or control.rest(
-                step_glance(step, self.runner.shapes, missed, now, self.scheduler),
-                step.dispatched_s,
-            ):
-                control = None
+            missed, asked = sum(results.totals[2:]), True
+            glance = step_glance(step, self.runner.shapes, missed, now, self.scheduler)
+            control = None if control.rest(glance, step.dispatched_s) else control
         if control is None and self.tracer is None:
             return
         needs = None if self.tracer is not None or control is None else control.controller.needs

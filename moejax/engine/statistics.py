@@ -233,7 +233,6 @@ def step_glance(
     decode = bool(step.work.rows)
     cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
     return Glance(
-        step.number,
         decode,
         step.output.logits.shape[0] if decode else 0,
         missed,

@@ -54,7 +54,6 @@ class World:
     phase: int = 1
     running: int = 2
     glances: bool = True
-    asleep: int = 0
     rested: int = 0
 
     def __post_init__(self):
@@ -74,16 +73,13 @@ class World:
             missed = self.pager.reference(active).missing
             self.seconds += COMPUTE_S + self.fill_s * int(missed.sum())
             total += int(missed.sum())
+            known = self.phase == 1, self.bucket, int(missed.sum()), self.seconds, self.step == 0
+            glance = Glance(*known, lambda ids=ids: ids, 4, 40, 0, self.running, 0, 0)
+            passed = self.policy.rests(self.state, glance) if self.glances else None
             self.rested += self.state.rest > 0
             self.step += 1
-            if self.asleep:
-                self.asleep -= 1
-                continue
-            known = self.phase == 1, self.bucket, int(missed.sum()), self.seconds, self.step == 1
-            glance = Glance(self.step, *known, lambda ids=ids: ids, 4, 40, 0, self.running, 0, 0)
-            passed = self.policy.rests(self.state, glance) if self.glances else None
             if passed is not None:
-                self.state, self.asleep = passed, self.policy.naps(passed)
+                self.state = passed
                 continue
             seen = Observation(
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
@@ -263,13 +259,7 @@ def test_what_is_seldom_missed_is_seldom_watched(monkeypatch):
     assert world.arms[-1] == "lru"
     before, world.running = world.rested, 8
     world.run(MOVED, 7)
-    assert world.rested - before <= 1 + auto.NAP
-    for waiting, nap in ((0, auto.NAP), (1, 0)):  # requests that wait are looked after
-        glance = Glance(
-            world.step, True, 4, 0, 0.0, False, lambda: np.zeros(0), 4, 40, 0, 8, waiting, 9
-        )
-        rested = world.policy.rests(world.state._replace(rest=50), glance)
-        assert rested is not None and world.policy.naps(rested) == nap
+    assert world.rested - before <= 1
     alone = World(an_auto(arms=("lfu",)))
     alone.run(HOT, 30)
     assert not alone.arms
