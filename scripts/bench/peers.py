@@ -32,8 +32,9 @@ Only decode steps and jobs are measured.
 --arithmetic int8 adds moejax with it, in front of the exact one, where weights are in codes.
 
 --dense adds, in stages of one GGUF file, moejax with the same model in bfloat16, and to the table
-of decode steps the bytes that each moejax reads a second (those of `floor`), beside bfloat16's in
-the same round. With --experts-only the GGUF file has everything else in bfloat16 too.
+of decode steps, which alone it measures, the bytes that each moejax reads a second (those of
+`floor`), beside bfloat16's in the same round. With --experts-only the GGUF file has everything else
+in bfloat16 too.
 
 --quality adds, in stages of one GGUF file, how far each engine's distributions and logits are from
 those of the same file dequantized to float32 (by moejax).
@@ -548,14 +549,14 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
         print(f"{case} is done", file=sys.stderr, flush=True)
         tokens = int(batch or args.prompt)
         ours = next(iter(workers.values()))
-        floor, read = None, {}
+        floor, nbytes = None, {}
         if not limited:  # whose memory holds no arrays to measure it with
             asked = {"batch": int(batch or 1), "tokens": tokens}
             floor = ours.ask("floor", **asked)["seconds"]
             for name, worker in workers.items() if args.dense else ():
                 if name.startswith("moejax"):
-                    read[name] = worker.ask("floor", **asked)["bytes"]
-        rows += case_rows(case, tokens, found, floor, read)
+                    nbytes[name] = worker.ask("floor", **asked)["bytes"]
+        rows += case_rows(case, tokens, found, floor, nbytes)
         for row in rows[-len(workers) :] if limited else ():
             worker, (done, read) = workers[row["engine"]], before[row["engine"]]
             count = (steps[worker.name] - done) * int(batch)

@@ -96,15 +96,18 @@ def step_bytes(runner: Executor, active: float, *, batch: int, context: int) -> 
 
     active: experts over all layers. context: tokens that each of `batch` sequences attends to, at
     least. Of embeddings that are not the head too a step reads the rows of its tokens only, which
-    are not counted. All experts have the first of the runner's versions.
+    are not counted. Experts have the checkpoint's mean record where formats differ by layer, else
+    the first of the runner's versions.
     """
-    config, page = runner.config, runner.layout.page
+    config, page, records = runner.config, runner.layout.page, runner.layout.records
+    held = [len(layers) for layers in config.expert_layers.values()]
+    counts = held if len(held) == len(records) else [1, *[0] * (len(records) - 1)]
     head = config.vocab_size * config.hidden_size * page.itemsize
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
     if not config.tie_word_embeddings:
         weights -= head
     return {
-        "experts": active * runner.layout.records[0].nbytes,
+        "experts": active * float(np.average([each.nbytes for each in records], weights=counts)),
         "attention and other weights": weights - head,
         "head": head,
         "KV": batch * context * page.nbytes / page.block_size,

@@ -503,7 +503,7 @@ def _result_notes(steps: StepSpec) -> list[str]:
             own = "by native ops alone, in bfloat16 and float32"
             only = f" of experts (other matrices stay in codes {own})"
         elif steps.dtype != "float32":
-            advice = "; dtype float32 rounds nothing else, and is faster for GGUF files"
+            advice = "; dtype float32 rounds nothing else"
         notes.append(
             f"arithmetic {steps.ops.arithmetic}: in products with weights{only} in integer codes "
             f"activations are rounded to 8 bits; the output has other bits than with exact{advice}"
