@@ -540,7 +540,7 @@ def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dic
                     before[name] = steps[name], worker.read_bytes()
                 # Whoever is slow would meet the first tokens again and again, and their experts.
                 seconds = worker.ask(what, **question, first=steps[name])["seconds"]
-                steps[name] += 1 + len(seconds)
+                steps[name] += len(seconds)  # the first one, untimed, is timed again
                 if sum(seconds) > args.limit and not limited:
                     slow.add(name)
                 elif i == 0:
