@@ -124,8 +124,7 @@ class LLM:
         if options.memory.store.name == "memory":
             read_ahead(str(directory))
         settings = settings.of_model(record_version(directory))
-        speculation = options.runtime.speculative_config
-        if speculation is not None and speculation.method == "mtp":
+        if drafts_itself(options):
             require_predictor(directory)
         sampling = sampling_defaults(directory, options.model.generation_config)
         self._sampling, self._notes = SamplingParams(**sampling), describe_defaults(sampling)

@@ -61,15 +61,6 @@ def finish_product(x: Any, form: str, xp: Any = np) -> Any:
     return x * (x > 0) if form == "relu" else x
 
 
-class Nearest(NamedTuple):
-    """The nearest place of each row, of equal ones the first."""
-
-    place: np.ndarray
-    """int64[N]"""
-    score: np.ndarray
-    """float32[N]"""
-
-
 def nearest_maps(
     rows: np.ndarray,
     kept: np.ndarray,
@@ -77,10 +68,11 @@ def nearest_maps(
     products: np.ndarray | None = None,
     squares: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
-) -> Nearest | None:
+) -> tuple[np.ndarray, np.ndarray] | None:
     """The places of a store of expert maps (map_store.py) with the largest score: by dot products
     of rows float32[N, K] and kept float32[C, K], C ≥ 1, or by the cosine of probabilities and maps
-    over all layers so far. None without the library.
+    over all layers so far. Returns places int64[N], of equal ones the first, and scores float32[N];
+    None without the library.
 
     - `filled`: float32[C], 0 for places that are empty.
     - `products`, `squares`: int32[N, C] and int32[N] of the layers before, to which this layer's
@@ -92,7 +84,7 @@ def nearest_maps(
         return None
     rows = np.ascontiguousarray(rows, np.float32)
     assert rows.shape[1:] == kept.shape[1:] and filled.shape == kept.shape[:1]
-    found = Nearest(np.empty(len(rows), np.int64), np.empty(len(rows), np.float32))
+    found = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
     given = [None if a is None else a.ctypes.data for a in (products, squares, lengths)]
     places = rows.ctypes.data, *rows.shape, kept.ctypes.data, len(kept), *given, filled.ctypes.data
     functions.search(*places, *(a.ctypes.data for a in found))

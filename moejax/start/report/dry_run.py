@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore, StoredVersion
-from moejax.checkpoints.load import require_records, run_dtype
+from moejax.checkpoints.load import require_predictor, require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.models.config import ModelConfig
+from moejax.models.hub import model_directory
 from moejax.start.choices import Settings
 from moejax.start.decide.drafter import (
     beside_drafter,
@@ -50,6 +51,8 @@ def _plan_alone(settings: Settings, predictor: bool = False) -> tuple[StartPlan,
     """
     options = settings.options
     where = options.model
+    if predictor:
+        require_predictor(model_directory(where.model))
     config, weights = read_headers(where.model, where.step, where.name_map, predictor)
     settings = settings.of_model(*config.expert_layers)
     dense_layers = {} if weights is None else weights.dense_layers

@@ -127,8 +127,12 @@ def test_names_are_those_of_vllm_and_other_checkpoints_say_why_not(tmp_path):
     given = Config.of(str(model), memory="4MiB", speculative_config=MTP, progress=False, **LIMITS)
     assert dry_run(given)[1][-1] == "the model that drafts takes 243.8 KiB of memory 4 MiB"
     convert(model, tmp_path / "converted")
-    with pytest.raises(UserError, match=r"only checkpoints of safetensors .* this is moejax-orbax"):
+    given = given.replace_options(model=str(tmp_path / "converted"))
+    message = r"only checkpoints of safetensors .* this is moejax-orbax"
+    with pytest.raises(UserError, match=message):
         load_checkpoint(tmp_path / "converted", predictor=True)
+    with pytest.raises(UserError, match=message):
+        dry_run(given)
 
 
 @pytest.mark.torch
