@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import sys
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from host_offload.control.step_record import NOT_SHOWN, PageUse
 from host_offload.memory.placement import ResidentSpec
+from pallas_kernels.cpu.wanted import Queue
 
 
 class Moment(IntEnum):
@@ -179,6 +180,15 @@ def stages_at(layers: np.ndarray | int, experts: np.ndarray, cause: str) -> Stag
         made = map(_every_stage(*shape, cause).__getitem__, places.tolist())
     found = Stages(made)
     found.columns, found.cause = columns, cause
+    return found
+
+
+def stages_of_queue(queue: Queue, shape: tuple[int, ...], cause: str) -> Stages:
+    """Returns the transfers of a queue of experts of L layers with E experts, shape (L, E)."""
+    cause = sys.intern(cause)
+    every = _every_stage(*shape, cause)
+    found = Stages([every[place] for place in queue.places])
+    found.columns, found.cause = queue.columns, cause
     return found
 
 
@@ -373,6 +383,16 @@ class Decision:
     """Rows for the store of expert maps that steps search, from a policy with `search`."""
     note: str | None = None
     """Why, in one line for people: the log and the trace have it."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **decided: Any):
+            """The class has what is not decided: setting each field took longer than most
+            decisions."""
+            if not WRITES.issuperset(decided):
+                name = min(decided.keys() - WRITES)
+                raise TypeError(f"Decision() got an unexpected keyword argument {name!r}")
+            self.__dict__.update(decided)
 
 
 WRITES = frozenset(f.name for f in dataclasses.fields(Decision))

@@ -145,7 +145,14 @@ class ForcedSteps:
         self._engine = Engine(forced, scheduler, statistics, eos_token_ids=())
         self._spec = spec_of_engine(runner, max_model_len=scheduler.max_model_len, seed=0)
         self._steps: list[Step] = []
-        self._engine.listener = self._steps.append
+        self._engine.listener = self._keep
+
+    def _keep(self, step: Step) -> None:
+        """Keeps a step without its logits: those of the steps to come would be new memory, which a
+        run of requests never waits for."""
+        logits: Any = jax.ShapeDtypeStruct(step.output.logits.shape, step.output.logits.dtype)
+        output = step.output._replace(logits=logits)
+        self._steps.append(dataclasses.replace(step, output=output, logprobs=None))
 
     def measure(self, case: Case, steps: int) -> list[StepSample]:
         """Prefills sequences, runs WARM decode steps of the case, then the timed steps, then one

@@ -1,8 +1,10 @@
-// Products of a few rows with a matrix, and searches of expert maps, on the calling thread: for
-// policies that are asked while a step waits.
+// Products of a few rows with a matrix, networks of a few rows, and searches of expert maps, on the
+// calling thread: for policies that are asked while a step waits.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #ifdef MOEJAX_X86
@@ -168,6 +170,20 @@ int32_t distribute(const float* said, int64_t size, float* row) {
   return squares;
 }
 
+// map_store.unit_rows of a row.
+void make_unit(const float* said, int64_t size, float* row) {
+  float largest = 0;
+  for (int64_t i = 0; i < size; i++) largest = std::max(largest, std::fabs(said[i]));
+  const float coarse = largest > 0 ? 256 / largest : 0;
+  int32_t squares = 0;
+  for (int64_t i = 0; i < size; i++) {
+    const auto whole = (int32_t)std::rint(said[i] * coarse);
+    squares += whole * whole;
+  }
+  const float length = largest * std::sqrt((float)squares), scale = length > 0 ? 524288 / length : 0;
+  for (int64_t i = 0; i < size; i++) row[i] = std::rint(said[i] * scale) * (1 / 2048.0f);
+}
+
 // See moejax_nearest_maps.
 template <class Arch>
 void find_nearest(const float* x, int64_t rows, int64_t inner, const float* kept, int64_t count,
@@ -175,12 +191,14 @@ void find_nearest(const float* x, int64_t rows, int64_t inner, const float* kept
                   int64_t* place, float* score) {
   std::vector<float> row(inner);
   for (int64_t n = 0; n < rows; n++) {
-    const float* mine = x + n * inner;
     float root = 0;
     if (products) {
-      squares[n] += distribute(mine, inner, row.data());
-      mine = row.data(), root = std::sqrt((float)squares[n]);
+      squares[n] += distribute(x + n * inner, inner, row.data());
+      root = std::sqrt((float)squares[n]);
+    } else {
+      make_unit(x + n * inner, inner, row.data());
     }
+    const float* mine = row.data();
     place[n] = 0, score[n] = -INFINITY;
     for (int64_t c = 0; c < count; c++) {
       float found = Arch::dot(mine, kept + c * inner, inner);
@@ -208,6 +226,25 @@ void multiply(const float* x, int64_t rows, int64_t inner, const W* w, int64_t c
   Plain::multiply(x, rows, inner, w, columns, out, bias, form);
 }
 
+// A product and what follows, with float16 weights.
+struct Linear {
+  const Half* weights;
+  const float* bias;
+
+  void operator()(const float* x, int64_t rows, int64_t inner, int64_t columns, float* out,
+                  int64_t form) const {
+    multiply(x, rows, inner, weights, columns, out, bias, form);
+  }
+};
+
+// A layer's network of host_offload/policies/prefetch/llapor.py, as pallas_kernels/cpu/rows.py
+// fills it in.
+struct Network {
+  int64_t inputs, components, experts, width, deep;
+  const float* mean;
+  Linear basis, input, output, inner1, inner2, gate;
+};
+
 }  // namespace
 }  // namespace moejax
 
@@ -223,9 +260,55 @@ MOEJAX_EXPORT void moejax_multiply_rows(const float* x, int64_t rows, int64_t in
   moejax::multiply(x, rows, inner, (const float*)w, columns, out, bias, form);
 }
 
+// Scores [rows, experts] by a layer's network (llapor.scores).
+// input: float16 [rows, inputs]; what is beyond float16 counts as its largest number.
+// ids, weights: [rows, chosen], the experts that each row chose.
+// best: the `most` experts of the only row with the largest scores, of equal ones the first.
+MOEJAX_EXPORT void moejax_run_network(const moejax::Network* net, const uint16_t* input,
+                                      int64_t rows, const int16_t* ids, const float* weights,
+                                      int64_t chosen, float* scores, int64_t* best, int64_t most) {
+  using namespace moejax;
+  const int64_t inputs = net->inputs, components = net->components, experts = net->experts;
+  const int64_t width = net->width, joined = components + experts;
+  std::vector<float> work(rows * (inputs + components + joined + 4 * width));
+  float* x = work.data();
+  float *pca = x + rows * inputs, *z = pca + rows * components, *a = z + rows * joined;
+  float *b = a + rows * width, *c = b + rows * width, *gate = c + rows * width;
+  for (int64_t n = 0; n < rows; n++) {
+    for (int64_t d = 0; d < inputs; d++) {
+      const float value = wide(Half{input[n * inputs + d]});
+      x[n * inputs + d] = std::min(std::max(value, -65504.0f), 65504.0f) - net->mean[d];
+    }
+  }
+  net->basis(x, rows, inputs, components, pca, kPlain);
+  for (int64_t n = 0; n < rows; n++) {
+    std::memcpy(z + n * joined, pca + n * components, components * sizeof(float));
+    float* marks = z + n * joined + components;  // zeros so far
+    for (int64_t i = 0; i < chosen; i++) marks[ids[n * chosen + i]] = weights[n * chosen + i];
+  }
+  net->input(z, rows, joined, width, a, kGelu);
+  if (net->deep) {
+    net->inner1(a, rows, width, width, b, kGelu);
+    net->inner2(b, rows, width, width, c, kGelu);
+    net->gate(pca, rows, components, width, gate, kSigmoid);
+    for (int64_t i = 0; i < rows * width; i++) {
+      const float more = c[i] * gate[i];
+      a[i] = a[i] + more;
+    }
+  }
+  net->output(a, rows, width, experts, scores, kPlain);
+  if (!best) return;
+  std::vector<int64_t> order(experts);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + most, order.end(), [&](int64_t i, int64_t j) {
+    return scores[i] != scores[j] ? scores[i] > scores[j] : i < j;
+  });
+  std::copy_n(order.begin(), most, best);
+}
+
 // The place of a store of expert maps (map_store.py) with the largest score for each row of x
 // [rows, inner], of equal ones the first. Sums of products are exact in any order.
-// score: the dot product of x and a row of kept [count, inner]. With products [rows, count] and
+// score: the dot product of x, scaled to length 1, and a row of kept [count, inner]. With products [rows, count] and
 //   squares [rows] (units of 2^-22) of the layers so far, x are a layer's probabilities, which are
 //   added to both, and the score is the cosine by the lengths [count].
 // filled: [count], not above 0 where a place is empty.

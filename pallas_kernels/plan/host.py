@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pallas_kernels.cpu.library import library, why_not_cpu
+from pallas_kernels.cpu.library import address_of, library, why_not_cpu
 
 Addresses = tuple[int, int, int]
 
@@ -60,13 +60,13 @@ def planner(tables: Sequence[np.ndarray]) -> LayerPlan | None:
         return None
     function, _ = functions
     (layers, cells), experts = tables[0].shape, tables[4].shape[1]
-    addresses = (ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables))
+    addresses = (ctypes.c_void_p * len(tables))(*(address_of(table) for table in tables))
     results = np.empty(4 * experts + 4, np.int32)  # lists, then counts
-    at = results.ctypes.data, results[-4:].ctypes.data
+    at = address_of(results), address_of(results[-4:])
 
     def plan(layer: int, due: np.ndarray, into: Addresses | None = None) -> list[int]:
         due, noted = np.ascontiguousarray(due, bool), into or (None, None, None)
-        if function(addresses, layers, cells, experts, layer, due.ctypes.data, *at, *noted):
+        if function(addresses, layers, cells, experts, layer, address_of(due), *at, *noted):
             raise ValueError(f"the tables of layer {layer} have an owner that is no expert")
         return results[-4:].tolist()
 
@@ -92,11 +92,11 @@ def cell_order() -> OrderCells | None:
                 continue
             if not _fits(table):
                 return None
-            addresses[i], known[i] = table.ctypes.data, weakref.ref(table)
+            addresses[i], known[i] = address_of(table), weakref.ref(table)
         (layers, cells), experts = tables[0].shape, tables[4].shape[1]
         if len(found) < cells:
             found = np.empty(cells, np.int64)
-        count = function(addresses, layers, cells, experts, layer, version, found.ctypes.data)
+        count = function(addresses, layers, cells, experts, layer, version, address_of(found))
         return None if count < 0 else found[:count].copy()
 
     return order

@@ -1,12 +1,13 @@
 """Predicted decode times beside measured ones, on this machine, which has to be quiet.
 
-    python -m scripts.check predictions [--models demo tests/models/demo] [--rounds 5]
+    python -m scripts.check predictions [--models demo tests/models/demo] [--rounds 5] [--runs 3]
 
 Costs are measured anew (`moejax calibrate`) before the first round of each model and batch and
 after every round, on other steps than those that are predicted. In a round policies × budgets run
-by turns. A round's error is that of the mean prediction by the costs before and after it, so that a
-machine whose speed drifts is compared with itself. Prints each place's medians over the rounds and
-the errors' ends; exits with status 1 if a median error is above 15%.
+by turns, each `runs` times, since a run takes less than a second: its time is their median. A
+round's error is that of the mean prediction by the costs before and after it, so that a machine
+whose speed drifts is compared with itself. Prints each place's medians over the rounds and the
+errors' ends; exits with status 1 if a median error is above 15%.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ COLUMNS = (
 )
 
 
-def compare(model: str, batch: int, rounds: int) -> list[dict[str, Any]]:
+def compare(model: str, batch: int, rounds: int, runs: int) -> list[dict[str, Any]]:
     """Measures costs and runs, by turns. Returns the lines of a table."""
     grid = read_experiment({**GRID, "model": model, "batch": [batch], "prompts": PROMPTS[batch]})
-    ((group, runs),) = grid.runs().items()
-    cells = [cell for cell, _ in runs if cell.mode == "measured"]
+    ((group, asked),) = grid.runs().items()
+    cells = [cell for cell, _ in asked if cell.mode == "measured"]
     whole = dataclasses.replace(grid, budgets=("100%",))
     print(f"{model}, batch {batch}", end=": ", flush=True)
     with tempfile.TemporaryDirectory() as directory, loaded_model(grid, "dense") as loaded:
@@ -71,7 +72,8 @@ def compare(model: str, batch: int, rounds: int) -> list[dict[str, Any]]:
             costs, measured = [measure(runner)], []
             for number in range(1, rounds + 1):
                 print(number, end=" ", flush=True)
-                measured.append([bench.columns(cell)["tpot_p50_s"] for cell in cells])
+                turns = [[bench.columns(cell)["tpot_p50_s"] for cell in cells] for _ in range(runs)]
+                measured.append([*map(statistics.median, zip(*turns, strict=True))])
                 costs.append(measure(runner))
             predicted = [predict(bench, cells, model) for model in costs]
     print()
@@ -111,10 +113,11 @@ def main(argv: Sequence[str]) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("--models", nargs="+", default=["demo", "tests/models/demo"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
     watch = ProcessorWatch()
     asked = [(model, batch) for model in args.models for batch in PROMPTS]
-    rows = [row for each in asked for row in compare(*each, args.rounds)]
+    rows = [row for each in asked for row in compare(*each, args.rounds, args.runs)]
     print(*aligned(COLUMNS, rows), sep="\n", flush=True)
     wrong = [abs(row["error"]) for row in rows]
     near = sum(error <= MOST for error in wrong)

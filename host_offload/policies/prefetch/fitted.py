@@ -20,6 +20,7 @@ from safetensors.numpy import load, save
 
 from host_offload.control.interface import Policy, Spec
 from host_offload.traces.schema import TraceHeader
+from pallas_kernels.cpu.rows import Network, network_of
 
 FORMAT = "moejax.policy"
 VERSION = 2
@@ -47,12 +48,12 @@ class Fitted:
             array.flags.writeable = False
         return arrays
 
-    def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
+    def of_layer(self, layer: int) -> LayerArrays:
         """A layer's arrays, of arrays named LAYER.NAME; empty without any."""
-        return self._by_layer.get(layer, {})
+        return self._by_layer.get(layer) or LayerArrays()
 
     @functools.cached_property
-    def _by_layer(self) -> dict[int, dict[str, np.ndarray]]:
+    def _by_layer(self) -> dict[int, LayerArrays]:
         return {layer: of_layer(self.arrays, layer) for layer in range(self.model[0])}
 
     @functools.cached_property
@@ -91,14 +92,26 @@ class Fitted:
         new.replace(path)
 
 
-def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+class LayerArrays(dict[str, np.ndarray]):
+    """A layer's arrays by name."""
+
+    @functools.cached_property
+    def network(self) -> Network | None:
+        """The network of these arrays by the native library, see network_of."""
+        return network_of(self)
+
+    def __reduce__(self) -> tuple:
+        return LayerArrays, (dict(self),)  # a network has addresses of this process
+
+
+def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> LayerArrays:
     """A layer's arrays, from arrays named LAYER.NAME."""
     prefix = f"{layer}."
-    return {
-        name.removeprefix(prefix): array
+    return LayerArrays(
+        (name.removeprefix(prefix), array)
         for name, array in arrays.items()
         if name.startswith(prefix)
-    }
+    )
 
 
 def fit_of(

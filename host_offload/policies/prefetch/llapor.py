@@ -24,6 +24,7 @@ from host_offload.policies.prefetch.next_layers import (
     multiply_rows,
 )
 from host_offload.traces.reader import Trace
+from pallas_kernels.cpu.rows import Network
 
 NAME = "learned"
 
@@ -41,6 +42,15 @@ class Learned(LayerPredictor):
 
     def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
         return scores(own, finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0])
+
+    def best(
+        self, own: Mapping[str, np.ndarray], seen: Observation, next_token: bool, k: int
+    ) -> list[int]:
+        if len(seen.ids) == 1 and seen.gate_input.dtype == np.float16:
+            network: Network | None = getattr(own, "network", None)
+            if network is not None:
+                return network(seen.gate_input, seen.ids, seen.weights, k)[1]
+        return super().best(own, seen, next_token, k)
 
     def networks(self, spec: Spec) -> Networks:
         """The networks for a placement, which calls their `of_layer`. Raises ValueError as init."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Observation, Spec
 from host_offload.policies.prefetch import llapor
-from host_offload.policies.prefetch.fitted import of_layer
+from host_offload.policies.prefetch.fitted import LayerArrays, of_layer
 from host_offload.policies.prefetch.llapor import Learned, halve, tune_layer
 from host_offload.policies.prefetch.next_layers import Predicted, finite
 
@@ -35,6 +35,8 @@ class Tuner:
     def __init__(self, policy: LearnedOnline, layers: int):
         self.arrays: Mapping[str, np.ndarray] = policy.fitted.arrays
         """The arrays in use."""
+        self._by_layer: dict[int, LayerArrays] = {}
+        """Those that were asked for, by layer."""
         self.rounds = 0
         """Rounds whose networks came into use."""
         self._policy, self._layers = policy, layers
@@ -47,7 +49,9 @@ class Tuner:
 
     def of_layer(self, layer: int) -> Mapping[str, np.ndarray]:
         """A layer's arrays in use; empty without any."""
-        return of_layer(self.arrays, layer)
+        if layer not in self._by_layer:
+            self._by_layer[layer] = of_layer(self.arrays, layer)
+        return self._by_layer[layer]
 
     def see(self, layer: int, seen: SeenRows) -> None:
         """Takes the rows of a layer and returns at once. Layers of a step come in order. Arrays are
@@ -74,6 +78,7 @@ class Tuner:
         raised."""
         if self._running is not None and self._running.done():
             (self._trained, self.arrays), self._running = self._running.result(), None
+            self._by_layer = {}
             self.rounds += 1
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,11 @@ from host_offload.control.interface import (
     Stages,
     routed_counts,
     stages_at,
+    stages_of_queue,
 )
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.traces.reader import Trace
+from pallas_kernels.cpu.wanted import want_by_matrices
 
 NAME = "moe-infinity"
 
@@ -112,43 +115,21 @@ class MoEInfinity:
             return state, Decision(stages=state.first)
         if not len(seen.request):
             return state, Decision(stages=())
-        collection, layer, lengths = state.collection, seen.layer, state.lengths
-        used, (_, layers, experts) = state.used, collection.shape
-        predicted = np.zeros((layers - layer - 1, experts))
-        seen_now, rows = self._see(state, seen)
-        if len(collection):
-            used = used.copy()
-            products = np.einsum("ne,re->rn", collection[:, layer], rows)
-            found = scaled(products, lengths[:, layer] * row_lengths(rows)[:, None])
-            for (request, one), its in zip(list(seen_now.items()), found, strict=True):
-                if one.cosines is None:
-                    cosines = cosines_of(collection, shares(one.matrix), lengths)
-                else:  # of which only this layer's are new
-                    cosines = one.cosines.copy()
-                cosines[:, layer] = its
-                seen_now[request] = Running(one.matrix, cosines)
-                number = int(np.argmax(mean_of_layers(cosines)))
-                used[number] += 1
-                predicted += collection[number, layer + 1 :]
-        state = state._replace(running={**state.running, **seen_now}, used=used)
-        return state, Decision(stages=self._queue(predicted, layer))
-
-    def _see(self, state: Traced, seen: Observation) -> tuple[dict[int, Running], np.ndarray]:
-        """The sequences of a routed step by request, with its tokens, and their shares of the
-        layer, float32[R, E]."""
-        shape, requests = state.collection.shape[1:], sorted({*seen.request.tolist()})
-        place = seen.ids[:, 0]
+        running, used = {**state.running}, state.used.copy()
+        requests = sorted({*seen.request.tolist()})
+        sequences = [_copy_of(state, running.get(request)) for request in requests]
+        running |= {r: Running(*one) for r, one in zip(requests, sequences, strict=True)}
+        place = np.zeros(len(seen.request), np.int64)
         if len(requests) > 1:
-            place = np.searchsorted(requests, seen.request)[:, None] * shape[1] + place
-        tokens = np.bincount(place.ravel(), minlength=len(requests) * shape[1])
-        found, rows = {}, []
-        for request, more in zip(requests, tokens.reshape(-1, shape[1]), strict=True):
-            before = state.running.get(request)
-            matrix = np.zeros(shape, np.int32) if before is None else before.matrix.copy()
-            matrix[seen.layer] += more
-            rows.append(matrix[seen.layer])
-            found[request] = Running(matrix, None if before is None else before.cosines)
-        return found, shares(np.array(rows))
+            place = np.searchsorted(requests, seen.request)
+        given = sequences, seen.ids[:, 0], place, used
+        state = Traced(running, *state[1:3], used, *state[4:])
+        queue = want_by_matrices(state.collection, state.lengths, seen.layer, *given, self.limit)
+        if queue is not None:
+            stages = stages_of_queue(queue, state.collection.shape[1:], NAME)
+        else:
+            stages = self._queue(_predict(state, seen.layer, *given), seen.layer)
+        return state, Decision(stages=stages)
 
     def _queue(self, likely: np.ndarray, now: int) -> Stages:
         """The `limit` most urgent experts of the layers after `now`, float[L − now − 1, E], equal
@@ -242,8 +223,10 @@ def shares(matrix: np.ndarray) -> np.ndarray:
 
 
 def row_lengths(matrices: np.ndarray) -> np.ndarray:
-    """float[…, L]: lengths of the rows of matrices [..., L, E]."""
-    return np.sqrt(np.einsum("...e,...e->...", matrices, matrices))
+    """float32[…, L]: lengths of the rows of matrices [..., L, E]. Sums are float64, so that the
+    order in which the native library sums is not seen."""
+    squares = np.einsum("...e,...e->...", matrices, matrices, dtype=np.float64)
+    return np.sqrt(squares).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -254,7 +237,8 @@ def _nearness(later: int, parts: int) -> np.ndarray:
 
 def mean_of_layers(cosines: np.ndarray) -> np.ndarray:
     """float32[n]: the mean over layers of cosines [n, L]; np.mean takes several times as long."""
-    return np.add.reduce(cosines, axis=1) / cosines.shape[1]
+    sums = np.add.reduce(cosines, axis=1, dtype=np.float64)
+    return (sums / cosines.shape[1]).astype(np.float32)
 
 
 def similarity(
@@ -269,10 +253,42 @@ def similarity(
 
 
 def cosines_of(collection: np.ndarray, matrix: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """float[n, L]: the cosine of each layer's rows of [n, L, E] and [L, E]."""
-    products = np.einsum("nle,le->nl", collection, matrix)
-    return scaled(products, lengths * row_lengths(matrix))
+    """float32[n, L]: the cosine of each layer's rows of [n, L, E] and [L, E]."""
+    products = np.einsum("nle,le->nl", collection, matrix, dtype=np.float64).astype(np.float32)
+    return products / np.maximum(lengths * row_lengths(matrix), np.float32(1e-12))
 
 
-def scaled(products: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    return products / np.maximum(lengths, 1e-12)
+def _copy_of(state: Traced, before: Running | None) -> tuple[np.ndarray, np.ndarray]:
+    """A copy of a sequence's matrix, and its cosines."""
+    if before is None:
+        before = Running(np.zeros(state.collection.shape[1:], np.int32), None)
+    matrix, cosines = before.matrix.copy(), before.cosines
+    if cosines is None:
+        return matrix, cosines_of(state.collection, shares(matrix), state.lengths)
+    return matrix, cosines.copy()
+
+
+def _predict(
+    state: Traced,
+    layer: int,
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+    ids: np.ndarray,
+    place: np.ndarray,
+    used: np.ndarray,
+) -> np.ndarray:
+    """float64[L − layer − 1, E]: what want_by_matrices sorts, without the native library. It
+    changes the same arrays."""
+    collection, experts = state.collection, state.collection.shape[2]
+    cells = (place[:, None] * experts + ids).ravel()
+    tokens = np.bincount(cells, minlength=len(sequences) * experts).reshape(-1, experts)
+    predicted = np.zeros((collection.shape[1] - layer - 1, experts))
+    here = slice(layer, layer + 1)
+    for (matrix, cosines), more in zip(sequences, tokens, strict=True):
+        matrix[layer] += more
+        if len(collection):
+            row = shares(matrix[here])
+            cosines[:, here] = cosines_of(collection[:, here], row, state.lengths[:, here])
+            nearest = int(np.argmax(mean_of_layers(cosines)))
+            used[nearest] += 1
+            predicted += collection[nearest, layer + 1 :]
+    return predicted

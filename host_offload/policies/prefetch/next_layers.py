@@ -193,14 +193,24 @@ class LayerPredictor(abc.ABC):
         layer, cause = seen.layer, self.fitted.policy
         ahead = still_ahead(state.ahead, layer, state.layers)
         if own:
-            found, later = self.scores(own, seen), layer + self.fitted.setting("stride")
-            if later >= state.layers:
-                found = found[last_rows(seen.request, seen.position)]
-            experts = rank_chosen(found, state.top_k)
+            later = layer + self.fitted.setting("stride")
+            experts = self.best(own, seen, later >= state.layers, state.top_k)
             ahead = (*ahead, (later, tuple(experts)))
-        return state._replace(ahead=ahead), Decision(
-            stages=stages_of_layers(((x % state.layers, experts) for x, experts in ahead), cause)
+        return Predicted(state.top_k, state.layers, ahead), Decision(
+            stages=stages_of_layers([(x % state.layers, experts) for x, experts in ahead], cause)
         )
+
+    def best(
+        self, own: Mapping[str, np.ndarray], seen: Observation, next_token: bool, k: int
+    ) -> list[int]:
+        """The predicted experts, those of most rows first (rank_chosen).
+
+        - `next_token`: whether the layer is one of the next token.
+        """
+        found = self.scores(own, seen)
+        if next_token:
+            found = found[last_rows(seen.request, seen.position)]
+        return rank_chosen(found, k)
 
     @abc.abstractmethod
     def scores(self, own: Mapping[str, np.ndarray], seen: Observation) -> np.ndarray:

@@ -252,7 +252,7 @@ def test_as_printed_one_use_counts_as_one(printed):
     """0.7 · 1 is less than 0.1 · 9, and 0.7 · 2 is more than 0.1 · 10."""
     seen: Any = SimpleNamespace(frequency=np.array([[1, 9]], np.int32))
     policy, likely = ExpertMap(printed=printed), np.array([[0.7, 0.1]], np.float32)
-    prior = policy._prior(likely, seen)
+    prior = policy._prior(expert_map.prior_of(likely), seen)
     key = victim_key(np.int32(1), seen.frequency, prior, policy.victim_weights)[0]
     assert (key[0] < key[1]) == printed
 

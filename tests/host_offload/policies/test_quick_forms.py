@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import platform
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.eviction.arc import Directory
+from host_offload.policies.prefetch import llapor
+from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
 from host_offload.policies.prefetch.expert_map.map_store import store_rows
+from host_offload.policies.prefetch.fitted import LayerArrays
 from host_offload.policies.prefetch.moe_infinity import (
     MoEInfinity,
     popular_experts,
@@ -28,6 +32,8 @@ from host_offload.policies.prefetch.next_layers import (
     rank_chosen,
 )
 from pallas_kernels.cpu import rows as native_rows
+from pallas_kernels.cpu import wanted as native_wanted
+from pallas_kernels.cpu.library import address_of
 from pallas_kernels.cpu.rows import FORMS
 from tests.host_offload.control.policy_runs import spec
 
@@ -214,6 +220,115 @@ def test_native_searches_of_maps_find_what_numpy_finds(monkeypatch):
     assert native[0].place[1] != 9 and native[0].place[[0, 2, 3]].tolist() == [7, 12, 7]
 
 
+def layer_of(shape, deep, seed=0):
+    """Arrays of a network of LLaPor, float16 as halve makes them. shape: D, q, H, E."""
+    inputs, components, width, experts = shape
+    rng = np.random.default_rng(seed)
+    drawn = llapor.LayerTask(deep, width).draw_weights(components, experts, rng)
+    around = {
+        "mean": rng.standard_normal(inputs, np.float32),
+        "basis": rng.standard_normal((inputs, components), np.float32),
+        "balance": np.ones(experts, np.float32),
+    }
+    return LayerArrays(llapor.halve(around | {n: np.asarray(a) for n, a in drawn.items()}))
+
+
+def test_addresses_are_those_of_the_data():
+    array = np.arange(24, dtype=np.int16).reshape(4, 6)
+    for each in (array, array[1:, ::2], array[:0], np.zeros(())):
+        assert address_of(each) == each.ctypes.data
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_native_network_says_what_its_layers_say_one_by_one(deep, rows):
+    """Also of infinite inputs, and pickled, without addresses of this process."""
+    own, rng = layer_of((40, 24, 16, 11), deep), np.random.default_rng(1)
+    own = pickle.loads(pickle.dumps((own.network, own)[1]))
+    gate_input = (20 * rng.standard_normal((rows, 1, 40))).astype(np.float16)
+    gate_input[0, 0, 3] = -np.inf
+    ids = rng.permuted(np.tile(np.arange(11, dtype=np.int16), (rows, 1)), axis=1)[:, None, :3]
+    weights = rng.random((rows, 1, 3), np.float32)
+    seen = Observation(
+        *(Moment.ROUTED, 0, 0, 0, -1, 0, 0.0), gate_input=gate_input, ids=ids, weights=weights
+    )
+    policy = llapor.Learned(None)  # pyright: ignore[reportArgumentType]  its arrays are given
+    plain, network = policy.scores(own, seen), own.network
+    assert network is not None
+    scores, best = network(gate_input, ids, weights, 4)
+    assert np.array_equal(scores, plain)
+    assert best == (rank_chosen(plain, 4) if rows == 1 else [])
+    assert policy.best(own, seen, False, 4) == rank_chosen(plain, 4)
+    own["output"][:, 5], own["output"][:, 2] = own["output"][:, 9], own["output"][:, 9]
+    own["output_bias"][[2, 5]] = own["output_bias"][9] = 1e9
+    assert network(gate_input, ids, weights, 3)[1] == ([2, 5, 9] if rows == 1 else [])
+
+
+def test_arrays_of_other_forms_have_no_native_network():
+    own = layer_of((40, 24, 16, 11), deep=True)
+    wrong = (
+        {"inner1": own["inner1"].astype(np.float32)},
+        {"gate": own["gate"][:-1]},
+        {"input": np.asfortranarray(own["input"])},
+        {"mean": own["mean"].astype(np.float64)},
+    )
+    for other in wrong:
+        assert LayerArrays(own | other).network is None
+    assert LayerArrays().network is None and LayerArrays(own).network is not None
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_native_queues_of_expert_maps_are_numpys(monkeypatch, printed):
+    """Steps of several rows and of none, over a store that fills and then replaces its maps."""
+    layers, experts, hidden, rng = 5, 12, 9, np.random.default_rng(3)
+    policy = ExpertMap(capacity=9, distance=2, printed=printed)
+    told = spec(layers=layers, experts=experts, top_k=3, hidden=hidden)
+    frequency = rng.integers(0, 9, (layers, experts)).astype(np.int32)
+
+    def seen(moment, step, layer, embedding, probs):
+        return Observation(
+            *(moment, step, 0, 0, -1, layer, 0.0),
+            embedding=embedding,
+            probs=probs,
+            frequency=frequency,
+        )
+
+    steps = []
+    for count in (1, 4, 3, 0, 1, 2, 5, 1, 1):
+        embedding = rng.standard_normal((count, hidden)).astype(np.float16)
+        probs = rng.dirichlet(np.full(experts, 0.3), (count, layers)).astype(np.float16)
+        probs[:, 1, 4] = probs[:, 1, 7]  # equal ones
+        steps.append((embedding, probs))
+
+    def run():
+        state, decisions = policy.init(told), []
+        for step, (embedding, probs) in enumerate(steps):
+            asked = [(Moment.EMBEDDED, -1, None)]
+            asked += [(Moment.ROUTED, x, probs[:, x : x + 1]) for x in range(layers)]
+            for moment, layer, its_probs in [*asked, (Moment.STEP_END, -1, probs)]:
+                before = pickle.dumps(state)
+                after, decision = policy.decide(
+                    state, seen(moment, step, layer, embedding, its_probs)
+                )
+                assert pickle.dumps(state) == before
+                state = after
+                decisions.append(decision)
+        return state, decisions
+
+    state, native = run()
+    monkeypatch.setattr(native_rows, "_functions", lambda: None)
+    monkeypatch.setattr(native_wanted, "_functions", lambda: None)
+    other, plain = run()
+    for mine, its in zip(native, plain, strict=True):
+        assert mine.stages == its.stages
+        if mine.stages:
+            assert np.array_equal(mine.stages.columns, its.stages.columns)
+        assert np.array_equal(mine.prior, its.prior)
+    assert sum(len(one.stages or ()) for one in native) > 200
+    for a, b in zip(state[1:], other[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_known_lengths_change_no_similarity():
     rng = np.random.default_rng(0)
     collection = rng.random((5, 3, 4), np.float32)
@@ -222,9 +337,13 @@ def test_known_lengths_change_no_similarity():
     assert found.tolist() == similarity(collection, collection[2]).tolist()
 
 
-def test_moe_infinity_finds_what_it_finds_with_whole_matrices():
+@pytest.mark.parametrize("native", [False, True])
+def test_moe_infinity_finds_what_it_finds_with_whole_matrices(monkeypatch, native):
     """Steps of several sequences, some with several tokens, while sequences end and replace the
     least used matrices of a full collection."""
+    assert native_wanted._functions() is not None
+    if not native:
+        monkeypatch.setattr(native_wanted, "_functions", lambda: None)
     layers, experts, rng = 5, 12, np.random.default_rng(1)
     policy = MoEInfinity(capacity=4, limit=30, first=2)
     state = policy.init(spec(layers=layers, experts=experts, top_k=3))

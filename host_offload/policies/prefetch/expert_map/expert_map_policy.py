@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from host_offload.control.interface import (
     Spec,
     Stages,
     stages_at,
+    stages_of_queue,
 )
 from host_offload.policies.prefetch.expert_map.map_matcher import (
     IN_STEP,
@@ -23,6 +25,7 @@ from host_offload.policies.prefetch.expert_map.map_matcher import (
     MapPrediction,
 )
 from host_offload.policies.prefetch.expert_map.map_store import (
+    BITS,
     MapStore,
     empty_store,
     select_experts,
@@ -32,6 +35,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
 from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
+from pallas_kernels.cpu.wanted import Queue, want_by_maps
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
 
 NAME = "expert_map"
@@ -43,8 +47,8 @@ class Matching(NamedTuple):
     matcher: MapMatcher | AsynchronousMatcher
     wanted: np.ndarray
     """float32[L, E]: probabilities of the experts that the step prefetches; 0: not prefetched."""
-    likely: np.ndarray
-    """float32[L, E]: probabilities of the last match."""
+    prior: np.ndarray
+    """int32[L, E]: prior_of the probabilities of the last match."""
     top_k: int
     step: int = -1
     """The step in progress."""
@@ -133,7 +137,7 @@ class ExpertMap(MapPolicy):
         # with 0 a pool would never give them a cell.
         even = np.full_like(nothing, 1 / spec.experts)
         begun = AsynchronousMatcher(matcher) if self.asynchronous else matcher
-        return Matching(begun, nothing, even, spec.top_k)
+        return Matching(begun, nothing, prior_of(even), spec.top_k)
 
     def stats(self, state: Matching) -> dict[str, Any]:
         """Statistics: searches (moments of steps that were seen), late (results that came too late,
@@ -151,7 +155,7 @@ class ExpertMap(MapPolicy):
             "learned_bytes": matcher.nbytes,
             "maps": matcher.size,
             "similarity": state.similarity / max(state.matches, 1),
-            "maps_for": covering_maps(*state.likely.shape),
+            "maps_for": covering_maps(*state.wanted.shape),
             **beside,
         }
 
@@ -162,50 +166,61 @@ class ExpertMap(MapPolicy):
             matcher.publish(seen)
         else:
             matcher, prediction = matcher.see(seen)
-            state = state._replace(matcher=matcher)
             found = [] if prediction is None else [prediction]
         if not in_step:
-            return state, Decision()
-        wanted = state.wanted
-        if seen.moment == Moment.EMBEDDED:
-            wanted = np.zeros_like(wanted)
-        state = state._replace(wanted=wanted, searches=state.searches + 1, step=seen.step)
+            return state._replace(matcher=matcher), Decision()
+        begins = seen.moment == Moment.EMBEDDED
+        wanted = np.zeros_like(state.wanted) if begins else state.wanted
+        known = matcher, wanted, state.prior, state.top_k, seen.step, state.searches + 1
+        state, queue = Matching(*known, *state[len(known) :]), None
         for prediction in found:
-            state = _match(state, prediction, seen.layer)
-        prior = self._prior(state.likely, seen) if found or self.printed else None
-        return state, Decision(prior=prior, stages=_queue(state.wanted, seen.layer))
+            state, queue = _match(state, prediction, seen.layer)
+        if not found:
+            queue = want_by_maps(wanted, state.prior, seen.layer)
+        prior = self._prior(state.prior, seen) if found or self.printed else None
+        return state, Decision(prior=prior, stages=_stages(state.wanted, queue, seen.layer))
 
-    def _prior(self, likely: np.ndarray, seen: Observation) -> np.ndarray:
-        """int32[L, E]: log2(probability); as printed, with a term that makes 1 + frequency in the
-        victim key the frequency."""
-        least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
-        prior = (np.log2(np.maximum(likely, least)) * LOG2_UNIT).astype(np.int32)
+    def _prior(self, prior: np.ndarray, seen: Observation) -> np.ndarray:
+        """int32[L, E]: the prior; as printed, with a term that makes 1 + frequency in the victim
+        key the frequency."""
         if not self.printed:
             return prior
         used = seen.frequency
-        prior += np.where(used > 0, log2_fixed(used) - log2_fixed(used + 1), -MAX_PRIOR)
-        return np.maximum(prior, -MAX_PRIOR)
+        term = np.where(used > 0, log2_fixed(used) - log2_fixed(used + 1), -MAX_PRIOR)
+        return np.maximum(prior + term, -MAX_PRIOR)
 
 
-def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
-    """The state with a prediction. For layers up to `now`, the one routed last (−1: none), it is
-    late."""
-    wanted, likely = state.wanted, state.likely.copy()
+def prior_of(likely: np.ndarray) -> np.ndarray:
+    """int32[…]: log2 of probabilities float32[…]."""
+    least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
+    return (np.log2(np.maximum(likely, least)) * LOG2_UNIT).astype(np.int32)
+
+
+@functools.cache
+def _priors() -> np.ndarray:
+    """int32[2 ** BITS + 1]: prior_of every probability of a map."""
+    return prior_of(np.arange(2**BITS + 1, dtype=np.float32) / 2**BITS)
+
+
+def _match(state: Matching, found: MapPrediction, now: int) -> tuple[Matching, Queue | None]:
+    """The state with a prediction, and its queue; None without the native library. For layers up to
+    `now`, the one routed last (−1: none), it is late."""
+    wanted, prior = state.wanted.copy(), state.prior.copy()
     first, last = found.layers.start, found.layers.stop
-    likely[first:last] = found.likely.max(axis=1)
-    ahead = found.likely[max(now + 1 - first, 0) :]
-    if found.step == state.step and len(ahead):
-        rows, wanted = ahead.reshape(-1, ahead.shape[2]), wanted.copy()
-        chosen = select_experts(rows, np.tile(found.scores, len(ahead)), state.top_k)
-        rows = np.where(chosen, rows, 0).reshape(ahead.shape)
-        wanted[last - len(ahead) : last] = rows.max(axis=1)
+    begun = max(now + 1, first) if found.step == state.step else last
+    given = found.likely, found.scores, first, begun, state.top_k
+    queue = want_by_maps(wanted, prior, now, *given, _priors())
+    if queue is None:
+        prior[first:last] = prior_of(found.likely.max(axis=1))
+        for layer, rows in zip(range(begun, last), found.likely[begun - first :], strict=True):
+            chosen = select_experts(rows, found.scores, state.top_k)
+            wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
     late = state.late + (found.step != state.step or first <= now)
     matches, similarity = state.matches, state.similarity
     if first:  # not by embedding
-        matches, similarity = matches + 1, similarity + float(found.scores.min())
-    return state._replace(
-        wanted=wanted, likely=likely, late=late, matches=matches, similarity=similarity
-    )
+        matches, similarity = matches + 1, similarity + min(found.scores.tolist())
+    known = state.matcher, wanted, prior, state.top_k, state.step, state.searches
+    return Matching(*known, matches, similarity, late), queue
 
 
 def covering_maps(layers: int, experts: int) -> dict[str, int]:
@@ -216,9 +231,14 @@ def covering_maps(layers: int, experts: int) -> dict[str, int]:
     return {"75%": 2 * count, "98%": math.ceil(count * math.log(count) / 2)}
 
 
-def _queue(wanted: np.ndarray, now: int) -> Stages:
+def _stages(wanted: np.ndarray, queue: Queue | None, now: int) -> Stages:
     """The wanted experts of later layers, the largest probability over distance first (section
-    4.5), equal ones by layer and expert."""
+    4.5), equal ones by layer and expert.
+
+    - `queue`: the same by the native library.
+    """
+    if queue is not None:
+        return stages_of_queue(queue, wanted.shape, NAME)
     later = wanted[now + 1 :]
     ahead, expert = np.nonzero(later)
     order = np.argsort(-later[ahead, expert] / (ahead + 1), kind="stable")

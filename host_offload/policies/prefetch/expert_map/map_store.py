@@ -138,12 +138,12 @@ class MapStore(NamedTuple):
 
     def nearest_embedding(self, embeddings: Any, xp: Any = np) -> FoundMaps:
         """The nearest maps by the cosine of embeddings float[N, D] (equation 4)."""
-        rows = unit_rows(embeddings.astype(np.float32), xp)
+        said = embeddings.astype(np.float32)
         if xp is np and self.size:
-            found = nearest_maps(rows, self.embeddings, self.lengths[0])
+            found = nearest_maps(said, self.embeddings, self.lengths[0])
             if found is not None:
                 return FoundMaps(*found)
-        return self._nearest(dot_products(rows, self.embeddings, xp), xp)
+        return self._nearest(dot_products(unit_rows(said, xp), self.embeddings, xp), xp)
 
     def trajectory(self, rows: int, xp: Any = np) -> Trajectory:
         """The trajectory before the first layer of a step."""
@@ -157,9 +157,9 @@ class MapStore(NamedTuple):
         earlier layers."""
         said = probabilities.astype(np.float32)
         if xp is np and self.size:
-            after = Trajectory(*(each.copy() for each in before))
-            filled, lengths = self.lengths[0], self.lengths[layer]
-            found = nearest_maps(said, self.maps[layer], filled, *after, lengths)
+            after = Trajectory(before.products.copy(), before.squares.copy())
+            lengths = self.lengths[layer]
+            found = nearest_maps(said, self.maps[layer], self.lengths[0], *after, lengths)
             if found is not None:
                 return after, FoundMaps(*found)
         rows = distributions(said, xp)
