@@ -48,6 +48,17 @@ class Comparison:
     high: float | None
 
 
+def over_seeds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean and its 95% interval by Student's t; of one value no interval, NaN."""
+    from scipy.special import stdtrit
+
+    mean, count = float(np.mean(values)), len(values)
+    if count < 2:
+        return mean, float("nan"), float("nan")
+    half = stdtrit(count - 1, 0.975) * float(np.std(values, ddof=1)) / count**0.5
+    return mean, mean - half, mean + half
+
+
 def compare_units(
     a: Units, b: Units, steps: tuple[int | None, int | None] = (None, None)
 ) -> Comparison:

@@ -5,22 +5,25 @@ python -m scripts.bench answers [--model DIR] [--precision P ...] [--count 40] [
 Each seed has other held-out tasks of each domain (scripts/texts), the same for every precision. In
 a precision, `map=train` keeps the experts high that training texts of all domains select most,
 `map=own` those of the domain itself, and `seed=each` draws anew for each seed. DynaExq goes on from
-domain to domain. Intervals are 95%, Student's t over the seeds; points are paired with the first
-precision. Perplexity is of the tasks with their right answers.
+domain to domain. In the place of a precision may stand an option by which dense experts change
+outputs, cache_aware_routing=buddies=train or placement=ktransformers,defer=2: --budget of the
+experts is resident then. Intervals are 95%, Student's t over the seeds; points are paired with the
+first precision. Perplexity is of the tasks with their right answers; nothing is deferred in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 from moejax import LLM, SamplingParams, UserError
+from moejax.evaluate.comparison import over_seeds
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 from scripts.texts import chat, exact
@@ -38,6 +41,11 @@ PRECISIONS = (
     f"dynaexq,{MIXED},interval=512 tokens,spares=2",
     f"dynaexq,{MIXED},interval=512 tokens,spares=2,margin=0.0",
 )
+CHANGING: Mapping[str, Mapping[str, str]] = {
+    "cache_aware_routing": {},
+    "placement": {"driver": "host", "transfers": "queue"},
+}
+"""Options by which dense experts change outputs, with what they need beside them."""
 COLUMNS = (
     ("precision", "{precision}"),
     ("MB", "{mb:.1f}"),
@@ -49,20 +57,11 @@ COLUMNS = (
 )
 
 
-def over_seeds(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the mean and its 95% interval by Student's t; of one value no interval, NaN."""
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return mean, float("nan"), float("nan")
-    half = stdtrit(count - 1, 0.975) * float(np.std(values, ddof=1)) / count**0.5
-    return mean, mean - half, mean + half
-
-
 def expert_bytes(llm: LLM) -> int:
-    """Returns the bytes that all experts take; of two versions with the spare cells."""
-    spec, budget = llm.plan.spec, llm.plan.budget
-    if len(spec.version_bytes) > 1:
-        return (budget.slots - budget.kv_slots) * llm.plan.steps.layout.slot_bytes
+    """Returns the bytes that resident experts take; of two versions with the spare cells."""
+    spec, budget, steps = llm.plan.spec, llm.plan.budget, llm.plan.steps
+    if len(spec.version_bytes) > 1 or steps.favours_residents or steps.second is not None:
+        return (budget.slots - budget.kv_slots) * steps.layout.slot_bytes
     (sizes,) = spec.version_bytes.values()
     return spec.experts * int(np.sum(sizes))
 
@@ -91,6 +90,10 @@ class Answers:
         budget = None if "hi_share=" in precision else "100%"  # which says it, too
         limits = {"max_num_seqs": 16, "max_model_len": self._args.length, "progress": False}
         given = {"expert_budget": budget, "precision": precision, **limits, **options}
+        name, _, value = precision.partition("=")
+        if name in CHANGING:
+            changing = {"expert_budget": self._args.budget, "precision": "dense", name: value}
+            given |= changing | CHANGING[name]
         return LLM(self._args.model, **given)
 
     def rows(self, precision: str) -> dict[str, Any]:
@@ -105,10 +108,8 @@ class Answers:
         for some in seeds:
             for names in domains:
                 asked = precision.replace("seed=each", f"seed={some[0]}")
-                if "map=train" in asked or "map=own" in asked:
-                    learned = self._trace(names)
-                    asked = asked.replace("map=train", f"map={learned}")
-                    asked = asked.replace("map=own", f"map={learned}")
+                if learns := re.search("(map|buddies)=(train|own)", asked):
+                    asked = asked.replace(learns[0], f"{learns[1]}={self._trace(names)}")
                 with self._engine(asked) as llm:
                     for seed in some:
                         for name in names:
@@ -165,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=str(RESEARCH), help="(default: examples/models/research)")
     add("--precision", nargs="+", default=[*PRECISIONS], help="(default: nine)")
+    add("--budget", default="50%", help="of options that change outputs (default: 50%%)")
     add("--domains", nargs="+", default=["arithmetic", "python"], help="(default: %(default)s)")
     add("--count", type=int, default=40, help="tasks of a domain and seed (default: %(default)s)")
     add("--seeds", type=int, default=5, help="(default: %(default)s)")

@@ -5,17 +5,19 @@ python -m scripts.bench layers [--model DIR] [--link-rate 200MB/s]
 Static layers are the last ones whole and no cell in the others, whose experts are then read from
 the store in every step (vLLM's --cpu-offload-gb); paging gives as many cells to each layer. With
 all layers whole, the other arm is a build without tables, whose experts are computed in the store:
-what paging itself costs. Two engines live at once, and one sequence decodes by turns in each; the
-fastest of three runs counts. A ratio is the median over the rounds, with its 95% interval (fewer
-than six rounds: the least and the most).
+what paging itself costs, also as instructions of both decode programs. Two engines live at once,
+and one sequence decodes by turns in each; the fastest of --runs counts. A ratio is the median over
+the rounds, with its 95% interval (fewer than six rounds: the least and the most); many short rounds
+tell more than few long ones, since a machine's speed drifts. CPU is the process's CPU time a token.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +32,9 @@ COLUMNS = (
     ("layers resident", "{whole} of {layers}"),
     ("static tok/s", "{static:.1f}"),
     ("LRU tok/s", "{lru:.1f}"),
-    ("LRU / static", "{ratio:.2f} [{low:.2f}, {high:.2f}]"),
+    ("LRU / static", "{ratio:.3f} [{low:.3f}, {high:.3f}]"),
+    ("CPU of a token, LRU / static", "{cpu:.3f} [{cpu_low:.3f}, {cpu_high:.3f}]"),
+    ("instructions", "{instructions}"),
 )
 
 
@@ -46,20 +50,41 @@ def start(args: argparse.Namespace, cells: Sequence[int] | None) -> Iterator[LLM
     with LLM(args.model, device="cpu", **held, **limits) as llm:
         if cells is None and not llm.plan.steps.in_place:
             raise UserError(f"no steps without tables here: {llm.plan.budget.notes}; use --whole")
-        tokens_per_s(args, llm)
+        decode(args, llm)
         yield llm
 
 
-def tokens_per_s(args: argparse.Namespace, llm: LLM) -> float:
-    """Returns the tokens a second at which one sequence decodes."""
+class Speed(NamedTuple):
+    """The fastest of some runs."""
+
+    tokens_per_s: float
+    cpu_s: float
+    """CPU seconds of the process for a token, with the prompt's part."""
+
+
+def decode(args: argparse.Namespace, llm: LLM) -> Speed:
+    """Decodes one sequence, --runs times."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    seconds = []
-    for _ in range(3):
+    runs = []
+    for _ in range(args.runs):
+        began = time.process_time()
         (output,) = llm.generate("The old house", params, use_tqdm=False)
-        times = output.metrics
+        cpu_s, times = time.process_time() - began, output.metrics
         assert times.finished_s is not None and times.first_token_s is not None
-        seconds.append(times.finished_s - times.first_token_s)
-    return (args.tokens - 1) / min(seconds)
+        runs.append((times.finished_s - times.first_token_s, cpu_s))
+    seconds, cpu_s = np.min(runs, axis=0)
+    return Speed((args.tokens - 1) / seconds, cpu_s / args.tokens)
+
+
+def instructions(llm: LLM) -> int:
+    """Returns the instructions of the compiled decode step, those of its loops once."""
+    compiler = llm.engine.runner.compiler
+    found = {
+        key: one.as_text().count(" = ")
+        for key, one in zip(compiler.keys, compiler.compiled, strict=True)
+        if key.kind == "decode"
+    }
+    return min(found.values())
 
 
 def ends(ratios: np.ndarray) -> tuple[float, float]:
@@ -78,10 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--link-rate", default="200MB/s", help="rate of the stated link (default: %(default)s)")
     add("--whole", help="whole layers, such as 1,3,5 (default: from 1 to all)")
     add("--tokens", type=int, default=128, help="tokens of a run (default: %(default)s)")
+    add("--runs", type=int, default=3, help="runs of an arm in a round (default: %(default)s)")
     add("--rounds", type=int, default=3, help="rounds (default: %(default)s)")
     add("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
-    positive(args, "tokens", "rounds")
+    positive(args, "tokens", "runs", "rounds")
     config = load_config(model_directory(args.model))
     layers, experts = sum(config.moe_layers), config.num_experts
     rows = []
@@ -91,17 +117,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--whole: the model has {layers} layers, not {whole}")
         static = None if whole == layers else [0] * (layers - whole) + [experts] * whole
         arms = static, [experts * whole // layers] * layers
-        found = np.empty((args.rounds, 2))
+        found = np.empty((args.rounds, 2, len(Speed._fields)))
         with contextlib.ExitStack() as stack:
             engines = [stack.enter_context(start(args, arm)) for arm in arms]
             for turn in range(args.rounds):
                 for arm in sorted((0, 1), reverse=turn % 2 == 1):
-                    found[turn, arm] = tokens_per_s(args, engines[arm])
-        static_s, lru_s = found.T
-        ratio = lru_s / static_s
-        low, high = ends(ratio)
-        row = {"whole": whole, "layers": layers, "ratio": float(np.median(ratio))}
-        row |= {"static": float(np.median(static_s)), "lru": float(np.median(lru_s))}
-        rows.append(row | {"low": low, "high": high})
+                    found[turn, arm] = decode(args, engines[arm])
+            counts_of = " / ".join(str(instructions(each)) for each in reversed(engines))
+        ratios = found[:, 1] / found[:, 0]
+        ratio, cpu = np.median(ratios, axis=0).tolist()
+        (low, high), (cpu_low, cpu_high) = (ends(each) for each in ratios.T)
+        static, lru = np.median(found[:, :, 0], axis=0).tolist()
+        row = {"whole": whole, "layers": layers, "static": static, "lru": lru}
+        row |= {"ratio": ratio, "low": low, "high": high, "instructions": counts_of}
+        rows.append(row | {"cpu": cpu, "cpu_low": cpu_low, "cpu_high": cpu_high})
     show(args.json, rows, aligned(COLUMNS, rows))
     return 0

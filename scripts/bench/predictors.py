@@ -26,7 +26,8 @@ from host_offload.sizing.coactivation_counts import coactivation_counts, likelih
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, UserError
 from moejax.commands.train_predictor import routers_of
-from scripts.bench.answers import RESEARCH, over_seeds
+from moejax.evaluate.comparison import over_seeds
+from scripts.bench.answers import RESEARCH
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 from scripts.texts.documents import HELD_OUT, document

@@ -31,9 +31,9 @@ from host_offload.sizing.right_size import EPSILON, right_size_of_use
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import KINDS
 from moejax import LLM, SamplingParams, UserError
+from moejax.evaluate.comparison import over_seeds
 from moejax.evaluate.experiments.definition import TEXTS, text_path
 from moejax.evaluate.experiments.sources.corpus import windows
-from scripts.bench.answers import over_seeds
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 

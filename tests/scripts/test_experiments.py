@@ -100,7 +100,7 @@ PAGES = ("docs/research/papers.md", "docs/research/precision.md")
 OTHERS = {
     "moejax train-predictor": None,
     "python -m scripts.bench layers": (
-        *("--whole", "1,4", "--tokens", "8", "--rounds", "1", "--link-rate", "2GB/s"),
+        *("--whole", "1,4", "--tokens", "8", "--rounds", "1", "--runs", "1"),
     ),
     "python -m scripts.bench decode": (
         *("--layers", "1", "--cells", "all,4", "--batch", "1", "--context", "16"),
@@ -115,6 +115,7 @@ OTHERS = {
     ),
     "python -m scripts.bench answers": (
         *("--count", "2", "--seeds", "2", "--domains", "arithmetic", "--precision", "int4"),
+        "cache_aware_routing=buddies=train",
         *("map=own,hi=int8,lo=int2,hi_share=33%", "random,seed=each,hi=int8,lo=int2,hi_share=33%"),
     ),
     "pytest tests/host_offload/control": ("-m", "not slow", "-k", "test_precision_transitions"),

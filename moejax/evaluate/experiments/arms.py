@@ -43,6 +43,7 @@ from moejax.evaluate.experiments.policy_file import (
     load_module,
     make_policy,
 )
+from moejax.step.buddies import COVER, MOST, SPREAD, read_buddies
 from moejax.step.step_parts import TRACE_ARRAYS
 from pallas_kernels.option_text import parse_pairs
 
@@ -62,10 +63,32 @@ CONTROLS: Mapping[str, Callable[..., Policy]] = {
 """Makers of the policy of NAME=run, by name, from the trace of the very run: the prefetch and the
 eviction that know it, and both in one that looks between layers."""
 
-LEARNERS: Mapping[str, Callable[..., Policy | HalfExperts]] = {
+BUDDIES = "buddies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Substitution:
+    """BuddyMoE as a grid names it: residents stand in for missing experts, which CHANGES OUTPUTS.
+    Steps are compiled with it."""
+
+    option: str
+    """The engine's cache_aware_routing."""
+
+
+def _substitution(
+    trace: Trace, most: int = MOST, cover: float = COVER, spread: float = SPREAD
+) -> Substitution:
+    """Returns the substitution by the buddies of a trace. Raises ValueError as read_buddies."""
+    option = f"{BUDDIES}={trace.directory},most={most},cover={cover},spread={spread}"
+    read_buddies(option, trace.header.layers, trace.header.experts)
+    return Substitution(option)
+
+
+LEARNERS: Mapping[str, Callable[..., Policy | HalfExperts | Substitution]] = {
     **POLICIES.fits,
     **PREFETCH.fits,
     split_experts.NAME: split_experts.fit,
+    BUDDIES: _substitution,
 }
 """Makers of the policy of NAME=train, by name, from a trace of the texts' training part;
 ExpertFlow's takes the model's routers too."""
@@ -108,11 +131,11 @@ class Later:
 
     name: str
     settings: Mapping[str, Any]
-    fit: Callable[..., Policy | HalfExperts]
+    fit: Callable[..., Policy | HalfExperts | Substitution]
     arrays: frozenset[str] = frozenset()
     """Arrays that the trace must have beside the routing."""
 
-    def make(self, trace: Trace, router: np.ndarray | None) -> Policy | HalfExperts:
+    def make(self, trace: Trace, router: np.ndarray | None) -> Policy | HalfExperts | Substitution:
         """Returns the policy. Forests take minutes to fit, so they are kept beside the trace and
         read again.
 
@@ -134,7 +157,7 @@ class Arm:
     """A policy, or several together, that a grid compares with others."""
 
     name: str
-    given: tuple[Policy | HalfExperts | Later, ...] = ()
+    given: tuple[Policy | HalfExperts | Substitution | Later, ...] = ()
     """The policies of the name, in its order."""
     files: tuple[tuple[str, str], ...] = ()
     """Files that it was read from, with their SHA-256. Other content makes another experiment."""
@@ -213,6 +236,17 @@ class Arm:
         return self.halves is not None or split_experts.NAME in self.learns
 
     @property
+    def substitution(self) -> str | None:
+        """The engine's option by which residents stand in for missing experts; None: none do, or
+        their trace is not recorded yet."""
+        return next((one.option for one in self.given if isinstance(one, Substitution)), None)
+
+    @property
+    def substitutes(self) -> bool:
+        """Whether it has, or will have, a `substitution`."""
+        return self.substitution is not None or BUDDIES in self.learns
+
+    @property
     def placement(self) -> PlacementPolicy | None:
         """What gives experts to a second processor; None without one."""
         return next((one for one in self.given if isinstance(one, PlacementPolicy)), None)
@@ -255,10 +289,11 @@ class Arm:
         return asked | (_GATES if self.halved else frozenset())
 
 
-def _together(given: Sequence[Policy | HalfExperts | Later]) -> tuple[Policy, ...]:
+def _together(given: Sequence[Policy | HalfExperts | Substitution | Later]) -> tuple[Policy, ...]:
     """Returns the policies, eviction first. A placement predicts by networks among them."""
     policies: Sequence[Policy]
-    policies = known = [one for one in given if not isinstance(one, HalfExperts | Later)]
+    others = HalfExperts | Substitution | Later
+    policies = known = [one for one in given if not isinstance(one, others)]
     for placed in known:
         if isinstance(placed, PlacementPolicy):
             policies = add_placement(placed, [one for one in policies if one is not placed])
@@ -334,10 +369,15 @@ def _placement_of(text: str) -> PlacementPolicy | None:
     return placement_policy(placement) if name == "placement" and equals else None
 
 
-def defers(text: str) -> bool:
-    """Whether the arm that `text` names adds experts a layer late. Raises as read_arm."""
-    placed = (_placement_of(part.strip()) for part in text.split(" + "))
-    return any(one.defer > 0 for one in placed if one is not None)
+def changed_outputs(text: str) -> str:
+    """Returns how the arm that `text` names changes outputs; "" if it does not. Raises as
+    read_arm."""
+    parts = [part.strip() for part in text.split(" + ")]
+    if any(one.defer for part in parts if (one := _placement_of(part)) is not None):
+        return "experts of a token are added a layer late"
+    if any(part.partition(",")[0] == f"{BUDDIES}={TRAIN}" for part in parts):
+        return "residents stand in for missing experts"
+    return ""
 
 
 def _no_fit(where: str, made: type) -> NoReturn:

@@ -155,16 +155,17 @@ class EngineBench:
         """Of predicted cells."""
 
     def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
-        """Records the routing of the runs' prompts, which no policy and no budget changes, and runs
-        each policy once, so that no record has a first step. Returns what the start took, as plain
-        data. Raises UserError for an error of all runs."""
+        """Records the routing of the runs' prompts, which no policy and no budget changes unless
+        residents stand in for missing experts, and runs each policy once, so that no record has a
+        first step. Returns what the start took, as plain data. Raises UserError for an error of all
+        runs."""
         runner = self.engine.runner
         cells = [
             cell for cell, _ in runs if not self.mixed and cell.mode not in ("quality", PRICED)
         ]
         measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
         for cell in cells:
-            if _place(cell) not in self._traces:
+            if self.plan.steps.buddies is None and _place(cell) not in self._traces:
                 path = self._root / _trace_name(cell, self._precision, self.plan.steps.trace_arrays)
                 self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
         if any(cell.mode == "predicted" for cell in cells):
@@ -182,7 +183,7 @@ class EngineBench:
         of the run."""
         arm, runner = self.experiment.arm_of(cell), self.engine.runner
         if cell.mode == "quality":
-            return {"texts": [self._score(text) for text in self.experiment.sources]}
+            return {"texts": [self._score(cell, text) for text in self.experiment.sources]}
         if cell.mode == "simulated" and self.experiment.is_mixed(cell.precision):
             plan = self.experiment.mixed_plan(cell)
             return count_mixed(plan, self._traces[_place(cell)], cell.driver)
@@ -264,12 +265,15 @@ class EngineBench:
             engine.tracer = None
         return read_trace(directory)
 
-    def _score(self, text: str) -> dict[str, Any]:
+    def _score(self, cell: Cell, text: str) -> dict[str, Any]:
         """Returns the quality of a text: its perplexity in windows of as many tokens as the engine
         has room for, and each window's bits, by which two texts are compared. Two versions are
         scored in one run over all texts in their order, from what the start laid out; otherwise
-        each text from a cold start. Raises UserError for log-probabilities that are not finite."""
-        if not self.mixed:
+        each text from a cold start, where residents stand in with the cell's policy and budget.
+        Raises UserError for log-probabilities that are not finite."""
+        if self.plan.steps.buddies is not None:
+            self._begin(cell, self.experiment.arm_of(cell))
+        elif not self.mixed:
             self.engine.begin_anew(self.plan.spec, (), self.plan.cells)
         engine, ids = self.engine, self._prompts.quality_tokens(text)
         room = engine.scheduler.max_model_len

@@ -15,7 +15,7 @@ from host_offload.memory.budget import BudgetError
 from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.costs.hardware import is_stated
 from moejax.errors import UserError, shown, user_errors
-from moejax.evaluate.experiments.arms import Arm, read_arm
+from moejax.evaluate.experiments.arms import Arm, changed_outputs, read_arm
 from moejax.evaluate.experiments.policy_file import file_digest
 from moejax.evaluate.experiments.sources.conversations import (
     Prices,
@@ -237,6 +237,8 @@ class Group:
     defer: int | None = None
     """Experts of a token that a second processor may add a layer late; None: there is no second
     processor."""
+    buddies: str | None = None
+    """The option by which residents stand in for missing experts; None: none do."""
     budget: str | None = None
     """The budget of experts in two versions, for which each start lays out cells; None: any."""
     run: Run | None = None
@@ -350,16 +352,19 @@ class Experiment(Definition):
             mixed = self.is_mixed(cell.precision)
             repeats = self.repeats if cell.mode == "measured" else 1
             runs = [(cell, repeat) for repeat in range(repeats)]
+            group, stand_in = self._group_of(cell), self.arms[cell.policy].substitutes
             bound = dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
-            if not mixed and cell.mode != PRICED and bound not in extra:
-                runs.append((bound, 0))
-            # No budget changes quality but that of two versions.
-            budget = cell.budget if mixed else "any"
-            if self.quality_tokens is not None and (cell.precision, budget) not in extra:
-                same = {"text": "all", "policy": "any", "budget": budget}
+            # Where residents stand in, the routing is no other arm's. The baseline has the bound.
+            if not mixed and not stand_in and cell.mode != PRICED:
+                runs += [(bound, 0)] if bound not in extra else []
+                extra.add(bound)
+            # No budget changes quality but that of two versions, or of what stands in.
+            same = {"text": "all", "policy": cell.policy if stand_in else "any"}
+            same["budget"] = cell.budget if mixed or stand_in else "any"
+            scored = cell.precision, *same.values()
+            if self.quality_tokens is not None and scored not in extra:
                 runs.append((dataclasses.replace(cell, mode="quality", **same), 0))
-            extra |= {bound, (cell.precision, budget)}
-            group = self._group_of(cell)
+            extra.add(scored)
             for run in runs:
                 place = group
                 if mixed and run[0].mode == "simulated":
@@ -375,7 +380,8 @@ class Experiment(Definition):
         arm, measured = self.arms[cell.policy], cell.mode == "measured"
         arrays = arm.arrays if measured else arm.simulated_arrays
         defer = arm.placement.defer if measured and arm.placement is not None else None
-        return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays, defer)
+        of_cell = cell.driver, cell.precision, cell.link_rate, cell.batch
+        return Group(*of_cell, arrays, defer, arm.substitution)
 
     def engine_options(self, group: Group) -> Config:
         """Returns the options of the group's engine: for prompts of all lengths, with an arena for
@@ -386,7 +392,8 @@ class Experiment(Definition):
             moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
             return self._options(group, 0).replace_options(**moves)
         plain = "dense" if group.budget else group.precision
-        plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain, defer=None), 0))
+        same = {"defer": None, "buddies": None}
+        plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain, **same), 0))
         terms = Terms.of_plan(plan)
         if group.budget:
             return self._options(group, terms.budget_bytes(group.budget))
@@ -416,6 +423,7 @@ class Experiment(Definition):
             eviction="lru",
             expert_budget=expert_bytes,
             policies=self._placements(group),
+            cache_aware_routing=group.buddies,
             enable_prefix_caching=False,
             progress=False,
             **{**self.options, "transfers": transfers},
@@ -536,7 +544,7 @@ def check_experiment(asked: Experiment) -> None:
             raise UserError(message)
     if not asked.drawn:
         # One plan for each engine but for what policies ask of its steps.
-        plain = {"run": None, "arrays": frozenset(), "defer": None}
+        plain = {"run": None, "arrays": frozenset(), "defer": None, "buddies": None}
         groups = {
             dataclasses.replace(group, **plain, driver=group.driver if group.budget else DRIVERS[0])
             for group in asked.runs()
@@ -647,10 +655,14 @@ def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
             f"{where} has halves of experts, which are simulated with times alone; write modes: "
             "[predicted]",
         )
+        changes = f"{where} changes outputs, and with them the routing, so it"
         yield (
-            arm.placement is not None and arm.placement.defer and {*asked.modes} != {"measured"},
-            f"{where} changes outputs, and with them the routing, so it is measured only; write "
-            "modes: [measured], or leave defer out",
+            changed_outputs(arm.name) and {*asked.modes} != {"measured"},
+            f"{changes} is measured only; write modes: [measured], or leave it out",
+        )
+        yield (
+            arm.substitutes and (arm.knows_run or arm.name == asked.baseline),
+            f"{changes} cannot be the baseline, nor know the run; name an eviction such as lru",
         )
         yield (
             arm.in_step and (asked.driver == "host" or arm.needs_host),

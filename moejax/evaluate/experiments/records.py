@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import UserError, shown
-from moejax.evaluate.experiments.arms import defers
+from moejax.evaluate.experiments.arms import changed_outputs
 from moejax.evaluate.experiments.definition import Cell
 from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, read_line_file
 
@@ -197,16 +197,16 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"a policy draws random numbers, and there are {len(asked['seeds'])} of 10 seeds"
     alike: dict[tuple[Any, ...], set[str]] = {}
     whole = [row for row in records.of_mode("priced") if not row["unserved"]]
-    deferring = sorted(filter(defers, asked["policies"]))
-    for row in (*(r for r in rows if "hi" not in r and r["policy"] not in deferring), *whole):
+    changed = _changed(asked)
+    for row in (*(r for r in rows if "hi" not in r and r["policy"] not in changed), *whole):
         # Precisions that lose bits write other tokens, those of two versions with each budget;
         # batches have other prompts.
         place = tuple(row[k] for k in ("precision", "batch", "prompt_tokens", "text", "seed"))
         alike.setdefault(place, set()).add(row["tokens"])
     if any(len(tokens) > 1 for tokens in alike.values()):
         yield "policies or budgets changed tokens, which must not be: report a bug"
-    for policy in deferring:
-        yield f"{policy} CHANGES OUTPUTS: experts of a token are added a layer late"
+    for policy, how in changed.items():
+        yield f"{policy} CHANGES OUTPUTS: {how}"
     both, equal = records.agreement()
     if both:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"
@@ -240,9 +240,14 @@ def _mixed_sessions(records: Records) -> Iterator[str]:
             yield f"runs differ in {name}: {said}; times are compared within a session only"
 
 
+def _changed(asked: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the policies that change outputs, with how."""
+    return {name: how for name in sorted(asked["policies"]) if (how := changed_outputs(name))}
+
+
 def _below_min(records: Records) -> set[str]:
     """Returns the policies that moved fewer experts than their bound somewhere. Policies that move
-    cells between layers have the bound of one pool."""
+    cells between layers have the bound of one pool; those that change outputs have none."""
 
     def place(row: Line) -> tuple[Any, ...]:
         return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))
@@ -250,10 +255,12 @@ def _below_min(records: Records) -> set[str]:
     least = {
         place(row): row for row in records.of_mode("bound") if row["decode_misses"] is not None
     }
+    changed = _changed(records.asked)
     return {
         row["policy"]
         for row in (*records.of_mode("measured"), *records.of_mode("simulated"))
-        if (bound := least.get(place(row)))
+        if row["policy"] not in changed
+        and (bound := least.get(place(row)))
         and row["cells_least"] == bound["cells_least"]
         and row["decode_misses"] + row["decode_ahead"]
         < bound["pool_misses" if row["moves_cells"] else "decode_misses"]

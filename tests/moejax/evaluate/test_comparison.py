@@ -10,7 +10,7 @@ import pytest
 
 from moejax.commands.eval import format_comparison
 from moejax.errors import UserError
-from moejax.evaluate.comparison import Units, compare_lines, compare_units
+from moejax.evaluate.comparison import Units, compare_lines, compare_units, over_seeds
 
 
 def units(sums, weights=None, name="a.txt", figure="bits/token", key="k"):
@@ -21,6 +21,14 @@ def units(sums, weights=None, name="a.txt", figure="bits/token", key="k"):
 
 def line(*given, step=None):
     return {"step": step, "asked": {}, "units": [dataclasses.asdict(one) for one in given]}
+
+
+def test_intervals_are_students():
+    mean, low, high = over_seeds([0.5, 0.7, 0.6])
+    # t of two degrees of freedom is 4.303, and the standard error 0.1 / √3.
+    assert (mean, high - mean) == pytest.approx((0.6, 4.3027 * 0.1 / math.sqrt(3)), rel=1e-4)
+    assert mean - low == pytest.approx(high - mean)
+    assert over_seeds([0.5])[0] == 0.5 and math.isnan(over_seeds([0.5])[1])
 
 
 def test_the_interval_is_the_paired_t_without_students_correction():

@@ -13,7 +13,7 @@ import numpy as np
 
 from host_offload.memory.budget import format_bytes
 from host_offload.traces.generators import KINDS
-from moejax.evaluate.comparison import Units, compare_units
+from moejax.evaluate.comparison import Units, compare_units, over_seeds
 from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import COUNTS, PLACE, Line, Records
 from moejax.sizes import parse_rate
@@ -49,7 +49,8 @@ def tables_of(records: Records) -> Iterator[Table]:
     shown = panels(records)
     found = [panel_table(panel) for panel in shown]
     found += [_quality(records), prediction_table(mean_over_seeds(records))]
-    for table in [*found, _beside_baseline(records.asked["baseline"], shown)]:
+    found += [_beside_baseline(records.asked["baseline"], shown), _by_seeds(records)]
+    for table in found:
         if table.rows:
             columns = list(zip(table.headings, *table.rows, strict=True))
             headings, *rows = zip(*(c for c in columns if {*c[1:]} - {NONE, ""}), strict=True)
@@ -290,9 +291,9 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
 
 
 def _quality(records: Records) -> Table:
-    """Makes the table of quality, with a row for each text and precision: its perplexity, and the
-    difference to the first precision's with the 95% interval over pairs of windows; then for all
-    texts together."""
+    """Makes the table of quality, with a row for each text and precision, and for each policy that
+    changes outputs: its perplexity, and the difference to the first precision's with the 95%
+    interval over pairs of windows; then for all texts together."""
     first = records.asked["precision"][0]
     texts: dict[str, list[Line]] = {}
     for record in records.of_mode("quality"):
@@ -305,23 +306,26 @@ def _quality(records: Records) -> Table:
             said = {"text": "all texts", "tokens": tokens, "perplexity": perplexity}
             parts.append({**parts[-1], **whole, **said})
         for text in parts:
-            line = {**text, "precision": record["precision"], "budget": record["budget"]}
+            line = {**text, **{name: record[name] for name in ("precision", "budget", "policy")}}
             texts.setdefault(line["text"], []).append(line)
     rows = []
     for lines in texts.values():
         # The first precision has a record for each budget where it is of two versions.
-        bases = {line["budget"]: line for line in lines if line["precision"] == first}
+        plain = [line for line in lines if line["policy"] == "any"]
+        bases = {line["budget"]: line for line in plain if line["precision"] == first}
         for line in lines:
             base, above = bases.get(line["budget"], bases.get("any")), NONE
             if base is not None and base is not line:
                 found = compare_units(_units(base), _units(line))
                 said = (found.difference, found.low or 0.0, found.high or 0.0)
                 above = "{:+.2%} [{:+.2%}, {:+.2%}]".format(*(2**bits - 1 for bits in said))
-            row = [line["precision"], line["budget"], line["text"], f"{line['perplexity']:.4f}"]
+            policy = NONE if line["policy"] == "any" else short_name(line["policy"])
+            row = [line["precision"], policy, line["budget"], line["text"]]
+            row.append(f"{line['perplexity']:.4f}")
             moves = [line.get(name) for name in ("promotions", "demotions")]
             changed = NONE if None in moves else "/".join(map(str, moves))
             rows.append([*row, above, str(line["tokens"]), _versions(line), changed])
-    headings = ("precision", "budget", "text", "perplexity", f"above {first}", "tokens")
+    headings = ("precision", "policy", "budget", "text", "perplexity", f"above {first}", "tokens")
     return Table("Quality", (*headings, "high/low", "promoted/demoted"), rows)
 
 
@@ -439,6 +443,42 @@ def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
     told = ("/ its", "less in", "more in")
     headings = (f"{what} {one}" for what in ("moved", "misses") for one in told)
     return Table(title_beside(baseline), ("policy", *headings, "moved / MIN"), rows)
+
+
+RATIOS: Mapping[str, Callable[[Line], float | None]] = {
+    "hit rate": hit_share,
+    "misses": lambda line: line.get("decode_misses"),
+    "bytes": lambda line: line.get("decode_bytes"),
+    "tokens/s": lambda line: line.get("tokens_per_s"),
+}
+"""What the table over seeds compares, each over the baseline's."""
+
+
+def _by_seeds(records: Records) -> Table:
+    """Makes the table of each policy over the baseline with the same seed: the mean and its 95%
+    interval, Student's t over the seeds."""
+    asked = records.asked
+    lines = {tuple(line[name] for name in PLACE): line for line in records.summary()}
+    pairs: dict[tuple[Any, ...], list[tuple[Line, Line]]] = {}
+    for line in lines.values():
+        its = lines.get(tuple({**line, "policy": asked["baseline"]}[name] for name in PLACE))
+        if line["policy"] != asked["baseline"] and its and line["runs"] and its["runs"]:
+            where = *(line[name] for name in PANEL), line["precision"], line["mode"]
+            place = *where, line["budget"], line["policy"], line["driver"]
+            pairs.setdefault(place, []).append((line, its))
+    rows = []
+    for (link, batch, prompt, text, *_, budget, policy, _), both in pairs.items():
+        row = [short_name(policy), budget, text, str(batch), str(prompt), link, str(len(both))]
+        for value in RATIOS.values():
+            found = [(value(line), value(its)) for line, its in both]
+            ratios = [mine / base for mine, base in found if mine is not None and base]
+            said = NONE
+            if len(ratios) > 1:
+                said = "{:.3f} [{:.3f}, {:.3f}]".format(*over_seeds(ratios))
+            row.append(said)
+        rows += [row] if len(both) > 1 else []
+    headings = ("policy", "budget", "text", "batch", "prompt", "link", "seeds", *RATIOS)
+    return Table(f"Over {asked['baseline']} with the same seed", headings, rows)
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:

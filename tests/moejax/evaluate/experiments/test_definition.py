@@ -12,7 +12,7 @@ from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.llapor import Learned
 from moejax.commands.main import main
 from moejax.errors import UserError
-from moejax.evaluate.experiments.arms import defers
+from moejax.evaluate.experiments.arms import changed_outputs
 from moejax.evaluate.experiments.definition import Group, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 from moejax.evaluate.experiments.grid import ablate, learn, open_results, select_left
@@ -148,9 +148,11 @@ def test_placements_share_the_engines_that_have_a_second_processor():
     assert engines["host", 2][0].defer == 2
 
 
-def test_only_a_placement_defers():
-    assert defers(f"learned=train + placement=ktransformers,defer=2,{COSTS}")
-    assert not any(map(defers, ("placement=ktransformers,defer=0", "own.py:Own,defer=2", "lru")))
+def test_deferral_and_substitution_change_outputs():
+    late = changed_outputs(f"learned=train + placement=ktransformers,defer=2,{COSTS}")
+    assert "a layer late" in late and "stand in" in changed_outputs("lfu + buddies=train,most=2")
+    others = "placement=ktransformers,defer=0", "own.py:Own,defer=2", "lru", "buddies.py:B=train"
+    assert not any(map(changed_outputs, others))
 
 
 def test_a_placement_of_a_grid_predicts_by_networks_beside_it(tmp_path):
@@ -191,6 +193,13 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
             {"policies": ["placement=ktransformers,defer=1"], "modes": ["measured", "simulated"]},
             "changes outputs, and with them the routing, so it is measured only",
         ),
+        (
+            {"policies": ["lru", "buddies=train"], "modes": ["measured", "simulated"]},
+            "changes outputs, and with them the routing, so it is measured only",
+        ),
+        ({"policies": ["buddies=train", "lru"]}, "so it cannot be the baseline, nor know the run"),
+        ({"policies": ["lru", "buddies=train + oracle=run"]}, "nor know the run"),
+        ({"policies": ["lru", "buddies=train,share=1"]}, "has no setting 'share=1'"),
         ({"policies": ["lru", "expert_map_in_step"], "driver": "host"}, "write driver: auto, with"),
         (
             {"routing": ["zipf"], "modes": ["simulated"], "policies": ["expert_map_in_step"]},

@@ -126,6 +126,27 @@ def test_placements_are_arms(tmp_path):
     assert tokens[late] != tokens["lru"] == tokens[ahead] == rows["lru"]["tokens"]
 
 
+def test_stand_ins_are_an_arm(tmp_path):
+    """Residents that stand in save misses and change outputs, which the report says, with
+    perplexity by budget beside; the baseline's routing is recorded by its own engine."""
+    buddies = "lru + buddies=train,spread=0.0,cover=1.0"
+    given = SMALL | {"policies": ["lru", buddies], "budgets": ["25%", "75%"], "output_tokens": 12}
+    given |= {"train_prompts": 2, "quality_tokens": 96}
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert not found.failures and len(found.of_mode("bound")) == 2
+    for budget in given["budgets"]:
+        rows = {r["policy"]: r for r in found.of_mode("measured") if r["budget"] == budget}
+        assert rows[buddies]["tokens"] != rows["lru"]["tokens"]
+        assert rows[buddies]["decode_misses"] < rows["lru"]["decode_misses"]
+    notes = " ".join(found.notes())
+    assert f"{buddies} CHANGES OUTPUTS: residents stand in" in notes
+    assert "must not be" not in notes and "less than MIN" not in notes
+    *_, quality = [table for table in tables_of(found) if table.title == "Quality"]
+    columns = dict(zip(quality.headings, zip(*quality.rows, strict=True), strict=True))
+    assert columns["policy"] == ("–", buddies, buddies) and columns["budget"][1:] == ("25%", "75%")
+    assert len({*columns["perplexity"]}) == 3 and columns["above dense"][1].startswith(("+", "-"))
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """Four prompts, two at a time, with policies that learn from three others."""

@@ -153,6 +153,20 @@ def test_of_several_seeds_shares_have_a_range(tmp_path):
     assert said["hits"] == "66.7% (50.0%–75.0%)" and said["misses/step"] == "2.00 (2.00–2.00)"
 
 
+def test_ratios_to_the_baseline_have_intervals_over_seeds(tmp_path):
+    rows = [
+        row(policy, "25%", 0) | {"seed": seed, "decode_misses": misses, "decode_bytes": 10}
+        for seed, misses in ((0, 8), (1, 10), (2, 20))
+        for policy, misses in (("lru", misses), ("dir/mine.py:Mine", misses - 2 * seed))
+    ]
+    *_, table = tables_of(Records(tmp_path, ASKED | {"seeds": [0, 1, 2]}, rows, [SESSION]))
+    (line,) = (dict(zip(table.headings, each, strict=True)) for each in table.rows)
+    assert table.title == "Over lru with the same seed" and line["policy"] == "mine.py:Mine"
+    # 1, 0.8 and 0.8: t of two degrees of freedom is 4.303, and the standard error 0.0667.
+    assert (line["seeds"], line["misses"]) == ("3", "0.867 [0.580, 1.154]")
+    assert line["bytes"] == "1.000 [1.000, 1.000]"
+
+
 def test_conversations_have_no_share_of_policies(tmp_path):
     talk = row("lru", "25%", 0, mode="priced") | {"policy_s": 1e-3, "unserved": 0}
     del talk["decode_s"]
