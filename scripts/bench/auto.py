@@ -3,20 +3,26 @@
 python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--simulated]
 
 Each cell runs the same requests on one engine under each arm alone and under auto, by turns, from a
-cold cache and with everything compiled; tokens must be equal. Times are those of the fastest round,
-since whatever else runs only slows one; short loads have more rounds. The regret is auto's time
-over that of the best arm in hindsight, less 1. `own` is the share of auto's time that its Python
-takes between steps, and `at best` the time of the best arm of each phase over that of the best arm,
-less 1. `tau` compares the mean of auto's prices with the arms' measured times (Kendall). `spread`
-is auto's slowest round over its fastest, less 1.
+cold cache and with everything compiled; tokens must be equal. Orders are drawn, each followed by
+its reverse.
+
+The regret of a round is auto's time over that of the best arm in the same round, less 1. The best
+arm is the one whose median over the other rounds is the least, since the least of several noisy
+times is below all their means. Figures are medians over rounds; `regret in` and `lru in` hold
+them with 90%, and are the whole range of fewer than 5 rounds. Short loads have more rounds, and so,
+up to --most, have cells whose interval does not say whether the regret is 5%.
+
+`own` is the share of auto's time that its Python takes between steps, and `at best` the time of the
+best arm of each phase over that of the best arm, less 1, by rounds too. `tau` compares the mean of
+auto's prices with the arms' measured times (Kendall).
 
 Loads: `chat` is one conversation, `batch` 32 requests at once, `long` two prompts that fill most of
 the context, `shift` all three and a chat again. A cell is shown as soon as it was measured.
 `--ablations` runs auto also without correction, without hysteresis (as if changes cost nothing) and
 without horizon (as if each choice held for 512 steps). `--counted` takes the steps and bytes of one
 round instead of its time; they are the same in every run. `--simulated` predicts instead, for 48
-layers of 128 experts on stated hardware, with generated routing. `--keep FILE` keeps cells there
-and measures only those that it lacks.
+layers of 128 experts on stated hardware, with generated routing. `--keep FILE` keeps the times of
+cells there and measures only those that it lacks.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -41,7 +48,7 @@ from host_offload.control.step_record import Glance
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.simulate import auto as choices
-from host_offload.simulate.auto import EVICTIONS, SPLIT, Auto, Watched, choose_arm
+from host_offload.simulate.auto import SPLIT, Auto, Watched, choose_arm
 from host_offload.simulate.prediction import predict
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
@@ -61,10 +68,14 @@ ABLATIONS: Mapping[str, tuple[str, Callable[..., Any]]] = {
 """Name → the function of host_offload.simulate.auto that another one replaces."""
 STEP_S, PREFILL_S = 4e-3, 40e-3
 """Of a step of `tri` on two quiet cores, about, for --counted."""
-MEASURED = ("own", "at_best", "spread")
-"""Figures of measured cells alone."""
+NEAR, BEHIND = 0.05, 0.1
+"""Shares that the regret and the time over LRU's should not exceed."""
+MISSED = 0.1
+"""Probability that an interval does not hold the median."""
 Phase = tuple[int, int, int]
 """Requests, tokens of each prompt, tokens of each answer."""
+Seconds = Mapping[str, Sequence[Any]]
+"""Way → round → of each phase, or of all."""
 
 
 def phases_of(load: str, longest: int, tokens: int) -> list[Phase]:
@@ -206,17 +217,12 @@ def timed(engine: Engine, methods: Sequence[str]) -> Iterator[list[float]]:
 class Runs:
     """What the rounds of a cell gave."""
 
-    seconds: dict[str, list[list[float]]]
-    """Way → round → of each phase."""
-    own_s: list[float] = dataclasses.field(default_factory=list)
-    """Of auto's Python in each round."""
+    seconds: dict[str, list[Any]]
+    own: list[float] = dataclasses.field(default_factory=list)
+    """Share that auto's Python took of each round."""
     said: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What auto said of the last round."""
     tokens: list[Any] | None = None
-
-    def totals(self, name: str) -> np.ndarray:
-        """Returns float64[rounds]."""
-        return np.sum(self.seconds[name], axis=1)
 
     def run(self, llm: LLM, name: str, policy: Policy, phases: Sequence[Phase], args) -> None:
         """Runs a way once, and again if it compiled something. Raises UserError if tokens
@@ -236,59 +242,138 @@ class Runs:
             control = llm.engine.control
             assert control is not None
             self.said = control.controller.stats()["said"]["auto"]
-            self.own_s.append(sum(spent))
-
-    def enough(self, args: argparse.Namespace) -> bool:
-        """Whether no more rounds are needed. Counts are the same in each."""
-        least = min(self.totals(name).sum() for name in self.seconds)
-        return args.counted or (len(self.own_s) >= args.rounds and least >= args.least)
+            self.own.append(sum(spent) / sum(seconds))
 
 
-def measure(llm: LLM, load: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one cell. Returns its figures. Raises UserError if tokens differ."""
+def enough(seconds: Seconds, args: argparse.Namespace) -> bool:
+    """Whether a cell needs no more rounds. Counts are the same in each."""
+    totals = phases_by_round(seconds).values()
+    spent = min(float(times.sum()) for times in totals)
+    if args.counted or len(seconds["auto"]) < args.rounds or spent < args.least:
+        return args.counted
+    low, high = figures(seconds)["regret_in"]
+    return spent >= args.most or low > NEAR or high <= NEAR
+
+
+def measure(
+    llm: LLM, load: str, args: argparse.Namespace, before: Seconds | None = None
+) -> dict[str, Any]:
+    """Runs one cell. Returns its times and what auto said. Raises UserError if tokens differ.
+
+    - `before`: times of earlier rounds.
+    """
     policy = fresh(auto_of(llm))
     if args.counted:
         settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         policy = Counted(**settings, clock=functools.partial(counted_s, llm))
     phases = phases_of(load, llm.engine.scheduler.max_model_len, args.tokens)
     ways = ways_of(policy, args.ablations)
-    runs = Runs({name: [] for name in ways})
-    for turn in itertools.count():
-        for name in sorted(ways, reverse=turn % 2 == 1):
+    runs = Runs({name: list(before[name]) if before else [] for name in ways})
+    for turn in itertools.count(len(runs.seconds["auto"])):
+        for name in order(sorted(ways), turn):
             runs.run(llm, name, ways[name], phases, args)
-        if runs.enough(args):
+        if enough(runs.seconds, args):
             break
-    totals = {name: float(runs.totals(name).min()) for name in ways}
-    arms = {arm: totals[arm] for arm in policy.arms}
-    best = min(arms.values())
-    of_phases = np.array([np.min(runs.seconds[arm], axis=0) for arm in arms])
-    auto = runs.totals("auto")
     return {
-        **compared(arms, totals["auto"], runs.said),
-        "rounds": len(auto),
-        "seconds": {name: runs.totals(name).tolist() for name in ways},
-        "own": None if args.counted else float(np.median(runs.own_s / auto)),
-        "at_best": float(of_phases.min(axis=0).sum()) / best - 1,
-        "spread": float(auto.max() / auto.min()) - 1,
+        "seconds": runs.seconds,
+        "own": None if args.counted else float(np.median(runs.own)),
         "switch_mb": runs.said["switched_experts"] * llm.engine.runner.link_bytes[0] / 1e6,
-        **{name: totals[name] / best - 1 for name in ABLATIONS if name in ways},
+        **said_of(runs.seconds, runs.said),
     }
 
 
-def compared(arms: Mapping[str, float], seconds: float, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a cell: seconds of each arm, and of auto and what it said."""
-    fixed, prices = min(arms, key=lambda arm: arms[arm]), said["mean_step_s"]
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """Returns the names as drawn for each two turns, in the second one backwards, so that a machine
+    that gets slower favours none."""
+    drawn = np.random.default_rng(turn // 2).permutation(len(names))
+    return [names[int(i)] for i in drawn[:: -1 if turn % 2 else 1]]
+
+
+# ---- figures
+
+
+def phases_by_round(seconds: Seconds) -> dict[str, np.ndarray]:
+    """Returns way → float64[rounds, phases], one phase where a round has the time of all."""
+    whole = any(np.size(of_round) == 1 for rounds in seconds.values() for of_round in rounds)
+    join = np.sum if whole else np.asarray
     return {
-        "best": fixed,
-        "best_s": arms[fixed],
-        "auto_s": seconds,
-        "regret": seconds / arms[fixed] - 1,
-        "to_lru": seconds / arms["lru"] - 1,
-        "tau": kendall([prices[arm] for arm in arms], [*arms.values()]) if prices else float("nan"),
-        "switches": said["switches"],
-        "why": said["why"],
-        "arms": arms,
+        name: np.array([join(of_round) for of_round in rounds]).reshape(len(rounds), -1)
+        for name, rounds in seconds.items()
     }
+
+
+def arms_of(seconds: Seconds) -> list[str]:
+    return [name for name in seconds if name != "auto" and name not in ABLATIONS]
+
+
+def best_by_others(arms: np.ndarray) -> np.ndarray:
+    """Returns the arm that is the fastest in the other rounds, for each round: int64[rounds]. A
+    sole round is its own other.
+
+    - `arms`: float64[arms, rounds].
+    """
+    rounds = arms.shape[1]
+    others = [np.delete(arms, r, axis=1) if rounds > 1 else arms for r in range(rounds)]
+    return np.array([np.argmin(np.median(times, axis=1)) for times in others])
+
+
+def regrets(arms: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Returns the regret of each round, float64[rounds].
+
+    - `arms`: float64[arms, rounds].
+    - `times`: float64[rounds].
+    """
+    return times / arms[best_by_others(arms), np.arange(len(times))] - 1
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Returns the order statistics between which the median is but for MISSED, whatever the
+    distribution; those furthest apart where the values are too few for that."""
+    ordered, count = np.sort(values), len(values)
+    outside = 2 * np.cumsum([math.comb(count, i) for i in range(count)]) / 2**count
+    left = max(int(np.sum(outside <= MISSED)) - 1, 0)
+    return float(ordered[left]), float(ordered[-1 - left])
+
+
+def figures(seconds: Seconds) -> dict[str, Any]:
+    """Returns the figures of a cell that follow from its times. None: the best arms of phases where
+    the times are not by phase."""
+    phases = phases_by_round(seconds)
+    totals = {name: times.sum(axis=1) for name, times in phases.items()}
+    names, auto = arms_of(seconds), totals["auto"]
+    arms = np.array([totals[name] for name in names])
+    medians = np.median(arms, axis=1)
+    rounds = np.arange(len(auto))
+    parts = np.array([phases[name] for name in names])
+    at_best = None
+    if parts.shape[2] > 1:
+        chosen = [part[best_by_others(part), rounds] for part in np.moveaxis(parts, 2, 0)]
+        at_best = float(np.median(regrets(arms, np.sum(chosen, axis=0))))
+    regret, to_lru = regrets(arms, auto), auto / totals["lru"] - 1
+    return {
+        "best": names[int(np.argmin(medians))],
+        "best_s": float(medians.min()),
+        "auto_s": float(np.median(auto)),
+        "regret": float(np.median(regret)),
+        "regret_in": interval(regret),
+        "to_lru": float(np.median(to_lru)),
+        "lru_in": interval(to_lru),
+        "at_best": at_best,
+        "rounds": len(auto),
+        **{
+            name: float(np.median(regrets(arms, totals[name])))
+            for name in ABLATIONS
+            if name in seconds
+        },
+    }
+
+
+def said_of(seconds: Seconds, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what auto said of a cell, its prices compared with the arms' times."""
+    prices, phases = said["mean_step_s"], phases_by_round(seconds)
+    times = {name: float(np.median(phases[name].sum(axis=1))) for name in arms_of(seconds)}
+    tau = kendall([prices[name] for name in times], [*times.values()]) if prices else float("nan")
+    return {"tau": tau, "switches": said["switches"], "why": said["why"]}
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
@@ -348,21 +433,16 @@ def predicted(
     costs = stated_costs(machine, **SHAPE, expert_bytes=RECORD, rows=rows)
     cells = round(share * SHAPE["experts"])
     policy = Auto((cells,) * SHAPE["layers"], costs, bare=True)
-    totals: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
     said: dict[str, Any] = {}
     for name, way in ways_of(policy, ablations).items():
         with ablated(name):
             run = predict(trace, costs, policies=(way,), cells=cells)
-        totals[name] = float(run.seconds.sum())
+        seconds[name] = [float(run.seconds.sum())]
         if name == "auto":
             said = (run.simulation.control or {})["said"]["auto"]
-    arms = {arm: totals[arm] for arm in EVICTIONS}
-    best = min(arms.values())
-    return {
-        **compared(arms, totals["auto"], said),
-        "switch_mb": said["switched_experts"] * RECORD / 1e6,
-        **{name: totals[name] / best - 1 for name in ABLATIONS if name in totals},
-    }
+    moved = said["switched_experts"] * RECORD / 1e6
+    return {"seconds": seconds, "own": None, "switch_mb": moved, **said_of(seconds, said)}
 
 
 # ---- the command
@@ -371,24 +451,28 @@ def predicted(
 @refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    positive(args, "tokens", "rounds", "least")
+    positive(args, "tokens", "rounds", "least", "most")
     columns = (
         *((name, f"{{{name}}}") for name in ("link", "memory", "load", "best")),
         ("best s", "{best_s:.2f}"),
         ("auto s", "{auto_s:.2f}"),
         ("regret", "{regret:+.1%}"),
+        ("regret in", "{regret_in[0]:+.1%} {regret_in[1]:+.1%}"),
         ("to lru", "{to_lru:+.1%}"),
+        ("lru in", "{lru_in[0]:+.1%} {lru_in[1]:+.1%}"),
         ("tau", "{tau:.2f}"),
         ("switches", "{switches}"),
         ("MB", "{switch_mb:.1f}"),
-        *((("rounds", "{rounds}"),) if not args.simulated else ()),
-        *((name.replace("_", " "), f"{{{name}:+.1%}}") for name in MEASURED if not args.simulated),
+        ("rounds", "{rounds}"),
+        ("own", "{own:+.1%}"),
+        ("at best", "{at_best:+.1%}"),
         *((name, f"{{{name}:+.1%}}") for name in ABLATIONS if args.ablations),
     )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         cells = simulate(Path(directory), args) if args.simulated else measured(args)
-        kept = (rows.append(row) or row for row in cells)
+        shown = (row | figures(row["seconds"]) for row in cells)
+        kept = (rows.append(row) or row for row in shown)
         lines = map(json.dumps, kept) if args.json else running(columns, kept)
         for line in lines:
             print(line, flush=True)
@@ -401,23 +485,29 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of measured cells: links × memories × loads, also those of --keep."""
     chosen = set(args.cells.split(",")) if args.cells else None
     of = {
-        name: getattr(args, name)
-        for name in ("model", "context", "tokens", "rounds", "least", "ablations", "counted")
+        name: getattr(args, name) for name in ("model", "context", "tokens", "ablations", "counted")
     }
-    kept = {tuple(row["cell"]): row for row in kept_rows(args.keep) if row["of"] == of}
+    kept = {
+        tuple(row["cell"]): row
+        for row in kept_rows(args.keep)
+        if of.items() <= row["of"].items() and "seconds" in row
+    }
+    done = {cell for cell, row in kept.items() if not args.go_on or enough(row["seconds"], args)}
     for link, memory in itertools.product(args.links.split(","), args.memories.split(",")):
         loads = [
             load
             for load in args.loads.split(",")
             if chosen is None or f"{link}:{memory}:{load}" in chosen
         ]
-        yield from (kept[link, memory, load] for load in loads if (link, memory, load) in kept)
-        loads = [load for load in loads if (link, memory, load) not in kept]
+        yield from (kept[link, memory, load] for load in loads if (link, memory, load) in done)
+        loads = [load for load in loads if (link, memory, load) not in done]
         if not loads:
             continue
         with opened(args, link, memory) as llm:
             for load in loads:
-                row = {"link": link, "memory": memory, "load": load, **measure(llm, load, args)}
+                before = kept.get((link, memory, load), {}).get("seconds")
+                found = measure(llm, load, args, before)
+                row = {"link": link, "memory": memory, "load": load, **found}
                 log_to(args.keep, {"cell": [link, memory, load], "of": of, **row})
                 yield row
 
@@ -451,21 +541,26 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the cells say together."""
-    near = sum(row["regret"] <= 0.05 for row in rows)
+    near = sum(row["regret"] <= NEAR for row in rows)
+    open_ = sum(row["regret_in"][0] <= NEAR < row["regret_in"][1] for row in rows)
     worst = max(row["to_lru"] for row in rows)
-    behind = sum(row["to_lru"] > 0.1 for row in rows)
-    shifted = [row["regret"] for row in rows if row["load"] == "shift"]
+    behind = sum(row["to_lru"] > BEHIND for row in rows)
+    shifted = [row for row in rows if row["load"] == "shift"]
     tau = [row["tau"] for row in rows if not np.isnan(row["tau"])]
     found = [
-        f"regret at most 5% in {near} of {len(rows)} cells; at worst {worst:+.1%} to lru, "
-        f"more than 10% behind it in {behind}",
+        f"regret at most {NEAR:.0%} in {near} of {len(rows)} cells, either way in {open_}; "
+        f"at worst {worst:+.1%} to lru, more than {BEHIND:.0%} behind it in {behind}",
         f"median tau {statistics.median(tau):.2f}" if tau else "no prices were named",
     ]
     moved, switches = (sum(row[name] for row in rows) for name in ("switch_mb", "switches"))
     found.append(f"{switches} changes moved {moved:.1f} MB")
     if shifted:
-        ahead = sum(regret < 0 for regret in shifted)
-        found.append(f"ahead of the best arm in {ahead} of {len(shifted)} cells that shift")
+        ahead = sum(row["regret"] < 0 for row in shifted)
+        surely = sum(row["regret_in"][1] < 0 for row in shifted)
+        found.append(
+            f"ahead of the best arm in {ahead} of {len(shifted)} cells that shift, "
+            f"with 90% in {surely}"
+        )
     return found
 
 
@@ -481,7 +576,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=96, help="decode steps of a load (default: %(default)s)")
     add("--rounds", type=int, default=2, help="at least (default: %(default)s)")
     add("--least", type=float, default=2.0, help="seconds of each arm (default: %(default)s)")
+    add("--most", type=float, default=8.0, help="more are for 5%% alone (default: %(default)s)")
     add("--keep", type=Path, metavar="FILE", help="lines of JSON")
+    add("--go-on", action="store_true", help="kept cells get the rounds that they lack")
     add("--ablations", action="store_true", help="auto also with parts left out")
     add("--counted", action="store_true", help="count steps and bytes: for a busy machine")
     add("--simulated", action="store_true", help="48 layers of 128 experts on stated hardware")
