@@ -151,7 +151,7 @@ class LLM:
             try:
                 self._drafter = _start_drafter(options)
                 drafts = self._drafter and self._drafter.plan
-                with beside_drafter(settings, drafts) as (settings, notes):
+                with beside_drafter(settings, drafts, self.device.platform) as (settings, notes):
                     self.engine, self.plan = start_engine(
                         loaded,
                         settings,

@@ -9,11 +9,15 @@ from contextlib import contextmanager
 import jax
 
 from host_offload.memory.budget import ArenaTooSmall, format_bytes
+from moejax.checkpoints.random_model import abstract_params
 from moejax.device import select_device
+from moejax.errors import UserError
 from moejax.start.choices import Settings
+from moejax.start.decide.facts import bytes_of
 from moejax.start.decide.shapes import PREFILL_CHUNK
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.decide.store_choice import estimate_arrays
+from moejax.start.decide.transfers import cache_of
 from moejax.start.option_values import Speculation
 from moejax.start.options import Config
 from moejax.start.settings import settings_of
@@ -73,30 +77,50 @@ def drafter_options(options: Config) -> Config | None:
 
 @contextmanager
 def beside_drafter(
-    settings: Settings, drafter: StartPlan | None
+    settings: Settings, drafter: StartPlan | None, platform: str
 ) -> Iterator[tuple[Settings, tuple[str, ...]]]:
     """Yields (settings, notes) with what the model that drafts leaves of `memory`, if that is
-    given. Raises ArenaTooSmall where that is too little, also from the block."""
-    options = settings.options
-    if drafter is None or (given := options.memory.memory) is None:
+    given, or of the store's host_memory, if that is no cache's. Raises ArenaTooSmall where that is
+    too little, also from the block, and UserError where it leaves nothing of host_memory."""
+    memory = settings.options.memory
+    held = None if cache_of(settings, platform) else memory.store.host_memory
+    given = memory.memory if held is None else held
+    if drafter is None or given is None:
         yield settings, ()
         return
-    budget = drafter.budget
-    taken = (budget.slots + budget.in_place) * drafter.steps.layout.slot_bytes
-    note = f"the model that drafts takes {format_bytes(taken)} of memory {format_bytes(given)}"
+    budget, layout = drafter.budget, drafter.steps.layout
+    taken = (budget.slots + budget.in_place) * layout.slot_bytes
+    name = "memory" if held is None else "host_memory"
+    if held is not None:
+        taken = budget.slots * layout.slot_bytes + _model_bytes(drafter)
+    note = f"the model that drafts takes {format_bytes(taken)} of {name} {format_bytes(given)}"
+    if held is not None and held <= taken:
+        raise UserError(f"{note}; raise it")
     left = max(given - taken, 1)  # too little for every model, whose refusal says what works
-    memory = dataclasses.replace(options.memory, memory=left)
-    options = dataclasses.replace(options, memory=memory)
+    if held is None:
+        memory = dataclasses.replace(memory, memory=left)
+    else:
+        store = dataclasses.replace(memory.store, host_memory=left)
+        memory = dataclasses.replace(memory, store=store)
+    options = dataclasses.replace(settings.options, memory=memory)
     try:
         yield dataclasses.replace(settings, options=options), (note,)
     except ArenaTooSmall as error:
         least = error.smallest_bytes
-        if options.memory.kv_budget is None:  # else it is of that
+        if options.memory.kv_budget is None and held is None:  # else it is of that
             least += taken
             note = f"{note}; memory of {least} bytes works for both"
         raise ArenaTooSmall(
             f"{note}. Of what is left: {error}", least, error.largest_model_len
         ) from error
+
+
+def _model_bytes(plan: StartPlan) -> int:
+    """Returns the bytes of a model's parameters, as far as they are not in codes, and of its
+    experts."""
+    _, beside = bytes_of(abstract_params(plan.steps.config, plan.settings.options.model.dtype))
+    experts = plan.spec.layers * plan.spec.experts
+    return beside + experts * sum(record.nbytes for record in plan.steps.layout.records)
 
 
 def _estimate_drafter(options: Config) -> tuple[int, ...]:

@@ -34,12 +34,11 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     BudgetError or ArenaTooSmall like LLM.from_config, except for errors found in the weights alone.
     """
     settings, own = settings_of(options), drafter_options(options)
-    if own is None or options.memory.memory is None:
+    memory = options.memory
+    if own is None or (memory.memory is None and memory.store.host_memory is None):
         return _plan_alone(settings)
-    with beside_drafter(settings, _plan_alone(settings_of(own), drafts_itself(options))[0]) as (
-        beside,
-        notes,
-    ):
+    drafter, _ = _plan_alone(settings_of(own), drafts_itself(options))
+    with beside_drafter(settings, drafter, choose_device(settings).platform) as (beside, notes):
         plan, assumed = _plan_alone(beside)
     return plan, (*assumed, *notes)
 

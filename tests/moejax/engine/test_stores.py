@@ -75,6 +75,28 @@ def test_host_memory_is_parameters_and_arena(converted):
         dry_run(Config.of(converted, store="file,host_memory=1MiB", **LIMITS))
 
 
+def test_host_memory_counts_the_model_that_drafts(converted):
+    """Its parameters, its experts and its arena."""
+    drafts = {"method": "draft_model", "model": "demo"}
+
+    def plan_of(model=converted, **more):
+        return dry_run(Config.of(model, **LIMITS, **more))
+
+    def arena(plan) -> int:
+        return plan.budget.slots * plan.steps.layout.slot_bytes
+
+    own, _ = plan_of("demo")
+    alone, _ = plan_of(store="file,host_memory=16MiB")
+    beside, notes = plan_of(store="file,host_memory=16MiB", speculative_config=drafts)
+    taken = 2509824 + 4 * 16 * RECORD + arena(own)
+    assert abs(arena(alone) - arena(beside) - taken) < alone.steps.layout.slot_bytes
+    assert any(
+        "the model that drafts takes" in note and "host_memory 16 MiB" in note for note in notes
+    )
+    with pytest.raises(UserError, match="of host_memory 8 MiB; raise it"):
+        plan_of(store="file,host_memory=8MiB", speculative_config=drafts)
+
+
 def test_a_cache_holds_what_is_on_its_way_and_is_none_of_the_devices_memory(converted):
     """8 demands and 4 ahead of need."""
     options = {**LIMITS, **CACHED}
