@@ -9,7 +9,6 @@ equals these tokens; a rejected row's keys are overwritten before any row reads 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,20 +16,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from host_offload.control.interface import Costs
+from moejax.engine.draft_length import Acceptance, DraftLength
 from moejax.engine.step_work import Guess, ScheduledWork, Step
 from moejax.requests.request import Request
-
-WINDOW = 16
-"""Decode steps over which a rate is measured."""
-TRIAL = 4
-"""Decode steps after which a measurement of the other way ends if that way is slower."""
-GAIN = 1.05
-"""How much faster the other way must be before the engine changes to it."""
-COST = 0.02
-"""Share of the tokens that measurements of the other way may cost."""
-HOLDS = 64, 1024
-"""Tokens a request for which a choice is kept before the other way is measured again: at least, and
-at most."""
 
 
 def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
@@ -73,92 +62,24 @@ class Histories:
         return array[:total]
 
 
-@dataclasses.dataclass
-class Choice:
-    """How long drafts are for one number of requests, 0 being none: rates of the lengths, measured
-    by turns.
-
-    A measurement of a slower length costs the tokens that the other one would have given beside.
-    The next one comes when these are COST of the tokens since.
-    """
-
-    lengths: tuple[int, ...] = (0, 1)
-    """Tokens of a draft, ascending, the first one 0."""
-    on: int = 0
-    """The fastest length so far. Steps begin without drafts."""
-    trying: int | None = None
-    """The length that is measured now; None: `on`."""
-    rates: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Tokens a second and request at each length when it was measured last, the last one last."""
-    hold: float = 0.0
-    """Tokens a request after which another length is measured."""
-    kept: float = 0.0
-    """Tokens a request since one was."""
-    steps: int = 0
-    tokens: float = 0.0
-    """Tokens a request of the window so far."""
-    seconds: float = 0.0
-
-    @property
-    def length(self) -> int:
-        """Tokens of a draft in the next step."""
-        return self.on if self.trying is None else self.trying
-
-    def add(self, tokens: float, seconds: float) -> None:
-        """Takes a decode step of the present length.
-
-        - `tokens`: that it gave, a request.
-        """
-        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
-        self.seconds += seconds
-        rate = self.tokens / max(self.seconds, 1e-9)
-        slower = self.trying is not None and rate < self.rates[self.on]
-        if self.steps < (TRIAL if slower else WINDOW):
-            return
-        self.rates.pop(self.length, None)
-        self.rates[self.length] = rate
-        if self.trying is not None:
-            self._compare(self.trying, rate, self.rates[self.on])
-        else:
-            self.kept += self.tokens
-            self.trying = self._next(rate)
-        self.steps, self.tokens, self.seconds = 0, 0.0, 0.0
-
-    def _next(self, rate: float) -> int | None:
-        """Returns the length to measure, if any: one that was faster than the present one is now,
-        or, after the hold, the one whose measurement is the oldest, the longest first."""
-        others = [length for length in self.lengths[::-1] if length != self.on]
-        fastest = max(others, key=lambda length: self.rates.get(length, 0.0))
-        if GAIN * rate < self.rates.get(fastest, 0.0):
-            return fastest
-        measured = [*self.rates]
-        oldest = min(others, key=lambda n: measured.index(n) if n in measured else -1)
-        return oldest if self.kept >= self.hold else None
-
-    def _compare(self, length: int, rate: float, present: float) -> None:
-        """Ends the measurement of another length.
-
-        - `rate`, `present`: of that length, and of the one so far.
-        """
-        self.trying, self.kept, self.hold = None, 0.0, HOLDS[0]
-        if rate > GAIN * present:
-            self.on = length
-        else:
-            lost = self.seconds * present - self.tokens
-            self.hold = min(max(lost / COST, HOLDS[0]), HOLDS[1])
-
-
 class Drafts(abc.ABC):
     """Guesses of requests' next tokens, how many pay, and statistics of them.
 
     - `most`: tokens of a draft, at most.
-    - `adaptive`: whether drafts have half as many or none where that is faster.
+    - `adaptive`: whether drafts have fewer or none where that is faster.
     """
+
+    costs: Costs | None = None
+    """Measured costs of the engine's steps, if there are any."""
+    prior = 0.5
+    """Probability that a token of a draft is right, before any was seen."""
 
     def __init__(self, most: int, *, adaptive: bool = True):
         self.most, self.adaptive = most, adaptive
-        self.choices: dict[int, Choice] = {}
+        self.acceptance = Acceptance(self.prior)
+        self.choices: dict[int, DraftLength] = {}
         """By the power of two that the number of requests is at most."""
+        self._last: DraftLength | None = None
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
 
@@ -176,7 +97,7 @@ class Drafts(abc.ABC):
 
     def length(self, requests: int) -> int:
         """Returns the tokens of a draft in the next decode step of so many requests."""
-        return self._choice(requests).length if self.adaptive else self.most
+        return self._choice(requests).now if self.adaptive else self.most
 
     def guess(self, work: ScheduledWork, rows: int) -> dict[Request, Guess]:
         """Returns guesses for the requests of a decode step with so many free rows, those without
@@ -205,25 +126,43 @@ class Drafts(abc.ABC):
         """Takes what a step computed, whose tokens were read, before `after_read`."""
         return None
 
-    def after_read(self, work: ScheduledWork, seconds: float | None) -> None:
+    def after_read(self, work: ScheduledWork, seconds: float | None, rows: int) -> None:
         """Takes a decode step whose tokens were read.
 
         - `seconds`: that it took; None: not a time to learn from.
+        - `rows`: of its executable.
         """
         accepted = sum(draft.accepted for draft in work.drafts)
         if work.drafts:
             self.counts["steps"] += 1
             self.counts["drafted"] += sum(len(draft.tokens) for draft in work.drafts)
             self.counts["accepted"] += accepted
-        requests = len(work.rows)
-        if requests and seconds is not None:
-            choice = self._choice(requests)
-            if work.drafting == choice.length:  # else the step was dispatched before a change
-                choice.add(1 + accepted / requests, seconds)
+        if not (requests := len(work.rows)) or not self.adaptive:
+            return
+        if work.drafting:
+            for draft in work.drafts:
+                self.acceptance.add(draft.accepted, len(draft.tokens))
+            for _ in range(requests - len(work.drafts)):
+                self.acceptance.add(0, 1)
+        elif found := self.judge(work):
+            self.acceptance.add(*found)
+        choice = self._last = self._choice(requests)
+        choice.most = max((rows - requests) // requests, 1)
+        # Others were dispatched before a change.
+        if seconds is not None and work.drafting == choice.now:
+            choice.add(1 + accepted / requests, seconds)
 
-    def _choice(self, requests: int) -> Choice:
-        lengths = 0, *sorted({max(self.most // 2, 1), self.most})
-        return self.choices.setdefault((requests - 1).bit_length(), Choice(lengths))
+    def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
+        """Returns Acceptance.add of a draft that was not verified, by the tokens that came without;
+        None where that is not known."""
+        return None  # a model's drafts would cost its steps
+
+    def _choice(self, requests: int) -> DraftLength:
+        lengths = 0, *sorted({1, max(self.most // 2, 1), self.most})
+        bits = (requests - 1).bit_length()
+        if bits not in self.choices:
+            self.choices[bits] = DraftLength(1 << bits, lengths, self.acceptance, self.costs)
+        return self.choices[bits]
 
     def stats(self) -> dict[str, Any]:
         """Returns the part of LLM.stats() on drafts as plain data."""
@@ -234,16 +173,17 @@ class Drafts(abc.ABC):
             "accepted_tokens": accepted,
             "acceptance_rate": accepted / drafted if drafted else None,
             "steps": self.counts["steps"],
-            "choices": [self._said(bits) for bits in sorted(self.choices)],
+            "choices": [choice.said() for _, choice in sorted(self.choices.items())]
+            if self.adaptive
+            else [],
         }
 
-    def _said(self, bits: int) -> dict[str, Any]:
-        choice = self.choices[bits]
-        return {
-            "requests_at_most": 1 << bits,
-            "tokens": choice.on if self.adaptive else self.most,
-            "tokens_per_s": {str(length): rate for length, rate in sorted(choice.rates.items())},
-        }
+    def why(self) -> str | None:
+        """Returns how long drafts are for the last number of requests, and why, in a line; None
+        before there was one."""
+        if not self.adaptive or (choice := self._last) is None:
+            return None
+        return f"drafts of up to {choice.requests} requests at once: {choice.why()}"
 
 
 class NgramDrafts(Drafts):
@@ -252,9 +192,14 @@ class NgramDrafts(Drafts):
     - `longest`, `shortest`: see `look_up`.
     """
 
+    prior = 0.25
+
     def __init__(self, most: int, longest: int, shortest: int, *, adaptive: bool = True):
         super().__init__(most, adaptive=adaptive)
         self.longest, self.shortest = longest, shortest
+        self._judged: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        """How many tokens of a request the next draft to judge follows."""
+        self._turn = 0
 
     def propose(self, asked: Mapping[Request, int], rows: int) -> Mapping[Request, Sequence[int]]:
         lengths = self.longest, self.shortest
@@ -262,6 +207,20 @@ class NgramDrafts(Drafts):
             request: look_up(self.histories.tokens(request), *lengths, most).tolist()
             for request, most in asked.items()
         }
+
+    def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
+        # A request a step, by turns, from draft to draft.
+        self._turn += 1
+        _, request = work.rows[self._turn % len(work.rows)]
+        tokens, most = self.histories.tokens(request), self.most
+        first = max(len(request.prompt) + 1, len(tokens) - 2 * most)
+        start = max(self._judged.get(request, 0), first)
+        if start + most > len(tokens):
+            return None
+        guess = look_up(tokens[:start], self.longest, self.shortest, most)
+        right = next((i for i, t in enumerate(guess) if t != tokens[start + i]), len(guess))
+        self._judged[request] = start + right + 1
+        return right, most
 
     def stats(self) -> dict[str, Any]:
         own = {"prompt_lookup_max": self.longest, "prompt_lookup_min": self.shortest}

@@ -596,7 +596,8 @@ class Engine:
         if self.drafts is not None:
             with self._drafts_may_fail():
                 self.drafts.observe(step)
-                self.drafts.after_read(step.work, None if since is None else now - since)
+                seconds = None if since is None else now - since
+                self.drafts.after_read(step.work, seconds, len(step.positions))
         if self.tracer is not None or self.control is not None:
             self._tell(step, results, now, touched)
         return touched

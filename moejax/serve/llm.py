@@ -452,7 +452,8 @@ class LLM:
         - `tokens_per_s`: generated tokens per second of steps.
         - `steps`: number of prefill and decode steps.
         - `speculation`: tokens that were drafted and accepted, decode steps with drafts, and by
-          number of requests how long a draft pays, with the rates measured; null without.
+          number of requests how long drafts are, how many tokens of one are expected to be right,
+          and how many times as long a step with them takes; null without.
         - `experts`: `activations` (layer-experts that steps needed) = `hits` (resident) + `fills`
           (moved into a cell) + `read_through` (computed from the store); `hit_rate`.
         - `bytes`: moved over the link, by cause.
@@ -522,7 +523,8 @@ class LLM:
         `print` shows it."""
         with self._hold() as engine, engine.undisturbed():
             found = explain(engine, self.plan.budget)
-            chosen = () if (why := describe_choice(engine.control)) is None else (why,)
+            drafts = None if engine.drafts is None else engine.drafts.why()
+            chosen = [why for why in (describe_choice(engine.control), drafts) if why]
         return dataclasses.replace(found, notes=(*found.notes, *self._notes, *chosen))
 
     def close(self) -> None:

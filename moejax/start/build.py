@@ -271,6 +271,8 @@ def _engine(
         if tracer is not None:
             tracer.event(event)
 
+    if drafts is not None:
+        drafts.costs = spec.costs
     control, resizer = _control(plan, loaded, runner, scheduler, record_event)
     runner.wait_compiled()
     loaded.wait()

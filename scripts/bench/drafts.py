@@ -10,6 +10,10 @@ Tasks: `edit` gives a text and asks for it again, `chat` asks a question, `story
 text. Greedy, with the end of the sequence ignored. A cell is shown as soon as it was measured; with
 100% of the experts no link matters, and there is one row.
 
+--counted counts steps and the experts that they move instead, which are the same in every run and
+on a busy machine: all rounds from a cold cache on, with ratios of the time that steps of STEP_S and
+ROW_S a row and the link take, by which adaptive drafts then choose, too.
+
 --llama-python names an interpreter with llama-cpp-python: rows of one request then have its prompt
 lookup too, on a GGUF file of the same weights (OLMoE, Qwen3): its tokens a second without drafts,
 what lookup makes of them, and what of that moejax has where drafts pay.
@@ -22,6 +26,7 @@ import itertools
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +36,7 @@ import numpy as np
 
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.drafts import Drafts, NgramDrafts
+from moejax.engine.step_work import ScheduledWork
 from moejax.requests.outputs import RequestOutput
 from moejax.start.option_values import Speculation
 from scripts.bench.peer_engines import Task
@@ -68,6 +74,64 @@ def ways() -> dict[str, Drafts | None]:
         "plain": None,
         "always": NgramDrafts(*lengths, adaptive=False),
         "adaptive": NgramDrafts(*lengths),
+    }
+
+
+STEP_S, ROW_S = 4e-3, 1e-3
+"""Of a step, and of each row with a token."""
+
+
+def counting(llm: LLM, drafts: Drafts | None) -> tuple[Drafts, Counter[str]]:
+    """Returns drafts that take counted seconds for measured ones, and what they count: seconds,
+    decode steps, experts moved and their bytes.
+
+    - `drafts`: None: drafts of no tokens.
+    """
+    drafts = drafts or NgramDrafts(0, 1, 1, adaptive=False)
+    after_read, statistics = drafts.after_read, llm.engine.statistics
+    queue, found = llm.engine.runner.steps.queue, Counter[str]()
+    seen: Counter[str] = Counter()
+
+    def moved() -> dict[str, int]:
+        experts = statistics.paging["fills"] + statistics.paging["read_through"]
+        return {"experts": experts, "MB": sum(statistics.moved.values())}
+
+    def after_step(work: ScheduledWork, seconds: float | None, rows: int) -> None:
+        new = Counter(moved())
+        new.subtract(seen)
+        seen.update(new)
+        used = len(work.rows) + sum(len(draft.tokens) for draft in work.drafts)
+        taken = STEP_S + ROW_S * used + (new["MB"] / queue.rate if queue else 0.0)
+        if used:
+            found.update(new | {"steps": 1, "seconds": taken})
+        after_read(work, taken, rows)
+
+    seen.update(moved())
+    drafts.after_read = after_step
+    return drafts, found
+
+
+def count(llm: LLM, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the counts of one cell. Raises UserError if tokens differ."""
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    found: dict[str, Counter[str]] = {}
+    answers: list[list[Sequence[int]]] = []
+    for name, drafts in ways().items():
+        llm.engine.runner.forget_experts()
+        llm.engine.drafts, found[name] = counting(llm, drafts)
+        for _ in range(args.rounds + 1):
+            outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    if any(answer != answers[0] for answer in answers):
+        raise UserError("drafts changed a token")
+    plain = found["plain"]
+    return {
+        **{name: plain["seconds"] / found[name]["seconds"] for name in ("always", "adaptive")},
+        **{
+            f"{kind} {name}": counts[kind] / 1e6 if kind == "MB" else counts[kind]
+            for name, counts in found.items()
+            for kind in ("steps", "experts", "MB")
+        },
     }
 
 
@@ -139,8 +203,17 @@ def llama_of(stack: ExitStack, model: str, python: str) -> Worker:
 def cells(args: argparse.Namespace, llama: Worker | None) -> Iterator[dict[str, Any]]:
     """Yields the rows: budgets × links × tasks × requests."""
     batches, links = [int(n) for n in args.requests.split(",")], args.links.split(",")
+    chosen = set(args.cells.split(",")) if args.cells else None
     for budget in args.budgets.split(","):
         for link in [None] if budget == "100%" or links == [""] else links:
+            every = itertools.product(("edit", "chat", "story"), batches)
+            mine = [
+                (task, requests)
+                for task, requests in every
+                if chosen is None or f"{budget}:{link or ''}:{task}:{requests}" in chosen
+            ]
+            if not mine:
+                continue
             with LLM(
                 args.model,
                 expert_budget=budget,
@@ -150,24 +223,33 @@ def cells(args: argparse.Namespace, llama: Worker | None) -> Iterator[dict[str, 
                 speculative_config=Speculation(),
                 progress=False,
             ) as llm:
-                for task, count in itertools.product(("edit", "chat", "story"), batches):
-                    cell = {"budget": budget, "link": link, "task": task, "requests": count}
-                    peer = llama if count == 1 else None
-                    yield cell | measure(llm, prompts_of(task, count), args, peer)
+                for task, requests in mine:
+                    cell = {"budget": budget, "link": link, "task": task, "requests": requests}
+                    prompts = prompts_of(task, requests)
+                    if args.counted:
+                        yield cell | count(llm, prompts, args)
+                    else:
+                        yield cell | measure(llm, prompts, args, llama if requests == 1 else None)
 
 
 @refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     positive(args, "tokens", "rounds")
-    columns = (
-        *((name, f"{{{name}}}") for name in ("budget", "link", "task", "requests")),
-        ("tokens/s", "{plain:.0f}"),
-        *((name, f"{{{name}:.2f}}×") for name in ("always", "adaptive")),
-        ("accepted", "{accepted:.0%}"),
-        *((("llama.cpp", "{llama:.0f}"), ("lookup", "{lookup:.2f}×")) if args.llama_python else ()),
-        *((("ours ÷ lookup", "{ours:.2f}"),) if args.llama_python else ()),
+    names = ("budget", "link", "task", "requests")
+    ratios = [(name, f"{{{name}:.2f}}×") for name in ("always", "adaptive")]
+    llamas = (
+        ("llama.cpp", "{llama:.0f}"),
+        ("lookup", "{lookup:.2f}×"),
+        ("ours ÷ lookup", "{ours:.2f}"),
     )
+    columns = [(name, f"{{{name}}}") for name in names]
+    if args.counted:
+        kinds = itertools.product(("steps", "experts", "MB"), ways())
+        columns += [*ratios, *((f"{kind} {way}", f"{{{kind} {way}:.0f}}") for kind, way in kinds)]
+    else:
+        columns += [("tokens/s", "{plain:.0f}"), *ratios, ("accepted", "{accepted:.0%}")]
+        columns += llamas if args.llama_python else ()
     with ExitStack() as stack:
         llama = llama_of(stack, args.model, args.llama_python) if args.llama_python else None
         rows = cells(args, llama)
@@ -183,8 +265,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", default="1,4,16", metavar="N,…", help="at once (default: %(default)s)")
     add("--budgets", default="100%,50%,25%", metavar="SHARE,…", help="(default: %(default)s)")
     add("--links", default="", metavar="RATE,…", help="simulated (default: steps copy themselves)")
+    add("--cells", metavar="BUDGET:LINK:TASK:N,…", help="only these of them")
     add("--llama-python", metavar="PYTHON", help="interpreter that has llama-cpp-python")
     add("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="that count (default: %(default)s)")
+    add("--counted", action="store_true", help="count steps and experts: for a busy machine")
     add("--json", action="store_true", help="one JSON object a cell")
     return parser

@@ -1,0 +1,214 @@
+"""How many tokens drafts have: none until they are seen to pay, and none again at a bounded loss.
+
+A decode step with drafts takes longer than one without, and gives more tokens. How many more is
+known before: guesses are compared with what steps without drafts chose. How much longer is
+estimated until the first steps with drafts measure it. What drafts lose until they end, LOSS steps'
+time at most, is paid for by COST of each step's time before they begin again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Costs
+
+WINDOW = 16
+"""Decode steps whose times count."""
+TRIAL = 4
+"""Decode steps after which the length is chosen again."""
+GAIN = 1.05
+"""How much faster another length must be before the engine changes to it."""
+COST = 0.03
+"""Share of the time that drafts may lose in the long run."""
+LOSS, WON = 2.0, 4.0
+"""Times of a step without drafts that drafts may lose before they end, and beyond that what they
+won before, at most."""
+HOLDS = 2 * TRIAL, 16 * WINDOW
+"""Steps with drafts after which those without are measured again: at first, and at most."""
+WAITS = 16
+"""How many times longer than at first a trial may wait."""
+OUTLIER = 3.0
+"""A step that took so many times as long as those around it was disturbed and does not count."""
+SEEN = 32
+"""Guesses that count."""
+
+
+class Acceptance:
+    """How many tokens of the last guesses proved right.
+
+    - `prior`: probability that a token is right, before any was seen.
+    """
+
+    def __init__(self, prior: float):
+        self.prior = prior
+        self._seen: deque[tuple[int, int]] = deque(maxlen=SEEN)
+
+    def add(self, right: int, guessed: int) -> None:
+        """Takes a guess of `guessed` tokens, the first `right` of which were right."""
+        self._seen.append((right, guessed))
+
+    def expected(self, most: int) -> float:
+        """Returns how many tokens of a guess of `most` tokens are likely to be right."""
+        total, alive, rate = 0.0, 1.0, self.prior
+        for place in range(most):
+            seen = [
+                right > place for right, guessed in self._seen if place <= right and place < guessed
+            ]
+            if seen or not place:  # beyond what was guessed, the next token stays as likely
+                rate = (sum(seen) + self.prior) / (len(seen) + 1)
+            alive *= rate
+            total += alive
+        return total
+
+
+def prior_ratio(requests: int, length: int, costs: Costs | None = None) -> float:
+    """Returns how many times as long as without drafts a step with drafts of `length` tokens takes,
+    as far as that is known before one was measured.
+
+    - `costs`: measured ones, if there are any. Without, a step takes two rows' time beside that of
+      its rows, as measured on two cores.
+    """
+    plain, drafted = requests, requests * (1 + length)
+    if costs is None or len(costs.step_s) < 2:
+        return (drafted + 2) / (plain + 2)
+    rows = sorted(costs.step_s)
+    seconds = np.interp([plain, drafted], rows, [costs.step_s[count] for count in rows])
+    return max(float(seconds[1] / seconds[0]), 1.0)
+
+
+@dataclasses.dataclass
+class DraftLength:
+    """How long drafts are for one number of requests."""
+
+    requests: int
+    lengths: tuple[int, ...]
+    """Tokens of a draft, ascending, the first one 0."""
+    acceptance: Acceptance
+    costs: Costs | None = None
+    """See prior_ratio."""
+    most: int | None = None
+    """Tokens of a draft for which there are rows; None: any."""
+    now: int = 0
+    """Tokens of a draft in the next step. Steps begin without drafts."""
+    extra: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By length that was measured, times of a step without drafts that a step took beyond one."""
+    plain_s: float = 0.0
+    """Seconds of a step without drafts."""
+    times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Seconds of the last steps of the present length."""
+    steps: int = -1
+    """Of the present length. The first one's time does not count: it was prepared otherwise."""
+    back: tuple[int, float] | None = None
+    """While steps without drafts are measured again: the length before, and plain_s then."""
+    lost: float = 0.0
+    """Times of a step without drafts that drafts lost, at least −WON. A step without them pays COST
+    of its time back."""
+    hold: int = HOLDS[0]
+    wait: int = 1
+    """How many times longer than at first a trial waits."""
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Takes a decode step of the present length.
+
+        - `tokens`: that it gave, a request.
+        """
+        self.steps += 1
+        if self.now:
+            took = min(seconds / self.plain_s, 2 * self.ratio(self.now))
+            self.lost = max(self.lost + took - tokens, -WON)
+        elif self.lost > 0:
+            self.lost = max(self.lost - COST, 0.0)
+        if not self.steps:
+            return
+        self.times.append(seconds)
+        typical = typical_s(self.times)
+        if self.now:
+            self._measured(self.now, typical / self.plain_s)
+        else:
+            self.plain_s = typical
+        if self.now and self.lost > LOSS:
+            self._end()
+        elif self.steps % TRIAL == 0:
+            self._choose()
+
+    def ratio(self, length: int) -> float:
+        """Returns how many times as long as without drafts a step of this length takes."""
+        if not self.extra:
+            return prior_ratio(self.requests, length, self.costs)
+        known = min(self.extra, key=lambda other: abs(other - length))
+        # Looking for drafts takes about a row's time, whatever their length.
+        return 1 + self.extra[known] * (1 + length) / (1 + known)
+
+    def _measured(self, length: int, ratio: float) -> None:
+        """Takes the ratio of a length. Those of others that were measured change with it."""
+        extra = max(ratio - 1, 0.01)
+        change = extra / self.extra.get(length, extra)
+        self.extra = {n: before * change for n, before in self.extra.items()} | {length: extra}
+
+    def gain(self, length: int) -> float:
+        """Returns how many times as many tokens a second as without drafts are expected."""
+        return (1 + self.acceptance.expected(length)) / self.ratio(length) if length else 1.0
+
+    def _choose(self) -> None:
+        """Chooses the length of the next steps."""
+        if resumes := self.back is not None:
+            length, before = self.back
+            self.back = None
+            self._measured(length, self.ratio(length) * before / self.plain_s)
+        gains = {n: self.gain(n) for n in self.lengths[1:] if self.most is None or n <= self.most}
+        best = max(gains, key=lambda length: gains[length])
+        if not self.now:
+            paid = self.lost <= 0 or resumes
+            if paid and (gains[best] >= GAIN or self._may_try(best)):
+                self._begin(best)
+        elif gains.get(self.now, 0.0) < 1:
+            self._end()
+        elif gains[best] > GAIN * gains[self.now]:
+            self._begin(best)
+        elif self.steps >= self.hold:
+            self.back, self.wait = (self.now, self.plain_s), 1
+            self.hold = min(2 * self.hold, HOLDS[1])
+            self._begin(0)
+
+    def _may_try(self, length: int) -> bool:
+        """Whether a trial, whose measurement may say that this length pays, costs little enough."""
+        tokens = 1 + self.acceptance.expected(length)
+        loss = TRIAL * (self.ratio(length) - tokens)
+        return tokens >= GAIN and self.steps >= self.wait * max(loss / COST, WINDOW)
+
+    def _begin(self, length: int) -> None:
+        self.now, self.steps = length, -1
+        self.times.clear()
+
+    def _end(self) -> None:
+        """Goes on without drafts, which did not pay."""
+        self.hold, self.wait = HOLDS[0], min(2 * self.wait, WAITS)
+        self._begin(0)
+
+    def said(self) -> dict[str, Any]:
+        """Returns the choice, and what it is made from, as plain data."""
+        lengths = self.lengths[1:]
+        return {
+            "requests_at_most": self.requests,
+            "tokens": self.now,
+            "expected_tokens": {str(n): self.acceptance.expected(n) for n in lengths},
+            "times_as_long": {str(n): self.ratio(n) for n in lengths},
+        }
+
+    def why(self) -> str:
+        """Returns the choice and its reason in a few words."""
+        length = self.now or max(self.lengths[1:], key=self.gain)
+        tokens, ratio = 1 + self.acceptance.expected(length), self.ratio(length)
+        reason = f"{tokens:.1f} tokens a step in {ratio:.1f} times the time"
+        return f"{length} tokens, {reason}" if self.now else f"none; {length} would give {reason}"
+
+
+def typical_s(times: deque[float]) -> float:
+    """Returns the mean of times without those of disturbed steps."""
+    most = OUTLIER * statistics.median(times)
+    return statistics.fmean(time for time in times if time <= most)
