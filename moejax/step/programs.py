@@ -50,14 +50,15 @@ from moejax.step.sampler import (
     update_rows,
 )
 from moejax.step.step_parts import (
+    DECODE_TILE,
     Leaf,
     PageTables,
     PrefillBatch,
     Routing,
     StepShapes,
     StepSpec,
-    decode_tile,
     empty_prefill,
+    rows_of_product,
     sums_in_one_order,
 )
 from pallas_kernels import Ops
@@ -356,8 +357,9 @@ class Programs:
             stores=stores,
             ops=self.steps.ops,
             activation=self.steps.config.expert_activation,
-            row_tile=(
-                decode_tile(self.steps.ops, self.tokens(key)) if decode else self.steps.shapes.chunk
+            row_tile=rows_of_product(
+                self.steps.ops,
+                min(DECODE_TILE, self.tokens(key)) if decode else self.steps.shapes.chunk,
             ),
             waves=1 if decode else self.steps.shapes.waves,
             formats=self.steps.formats,

@@ -48,13 +48,13 @@ do not depend on the number of rows."""
 
 def sums_in_one_order(ops: Ops) -> bool:
     """Whether every product with weights is a native CPU op. Native ops sum up a row in one order
-    for any number of rows, so decode can compute only the rows in use."""
+    for any number of rows, so a step can compute only the rows in use."""
     return ops.linear == ops.head_linear == ops.expert_ffn == "cpu"
 
 
-def decode_tile(ops: Ops, rows: int) -> int:
-    """Returns how many rows one matrix product in decode has."""
-    return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
+def rows_of_product(ops: Ops, most: int) -> int:
+    """Returns how many rows one matrix product has: `most` where XLA computes one."""
+    return 1 if sums_in_one_order(ops) else most
 
 
 ARENA_OPS = ("paged_attention", "fill", "expert_ffn", "stage", "move")
@@ -454,6 +454,9 @@ def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepCont
     # Tokens to skip go through the layers, but no expert is fetched for them.
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
+    tiles = prefill.count
+    if context.row_tile == 1:  # also tokens of a prefix, whose rows come first
+        tiles = _rows_in_use(valid)
     of_tokens = jnp.repeat(block_table[..., prefill.row, :], size, axis=-2)
     several = block_table.ndim == 3
     rows = {} if several else {"block_table": block_table}
@@ -461,7 +464,7 @@ def _prefill_tokens(prefill: PrefillBatch, tables: PageTables, context: StepCont
         positions=positions,
         valid=valid,
         pages=_pages(of_tokens, positions, valid, context.page),
-        tiles=prefill.count,
+        tiles=tiles,
         row_tile=context.row_tile,
         attention=functools.partial(
             prefill_attention,
