@@ -18,7 +18,7 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 7
+FORMAT, VERSION = "moejax-costs", 8
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, without a cell, and into a cell

@@ -16,7 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moejax.models.config import ModelConfig, parse_config
-from moejax.start.decide.shapes import KERNEL_WAVES, decodes_in_buckets, without_kernel
+from moejax.start.decide.shapes import (
+    KERNEL_WAVES,
+    decodes_in_buckets,
+    prefills_in_buckets,
+    without_kernel,
+)
 from moejax.start.kernels import kernel_shape
 from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey, Programs
@@ -88,6 +93,7 @@ def step_programs(card: str, model: str, **changes: str) -> Programs:
         ops=ops,
         waves=KERNEL_WAVES,
         bucketed=decodes_in_buckets(config, ops),
+        prefill_bucketed=prefills_in_buckets(config, ops),
         rows=64,
         max_model_len=4096,
         max_num_batched_tokens=8192,

@@ -44,6 +44,7 @@ def step_shapes(
     max_num_batched_tokens: int,
     waves: int,
     bucketed: bool = False,
+    prefill_bucketed: bool = False,
     kernels: bool = False,
     drafts: bool = False,
 ) -> StepShapes:
@@ -51,8 +52,9 @@ def step_shapes(
     is a whole number of spans wide. A prefill step has at least one chunk and at most as many as
     all prompts can fill.
 
-    - `bucketed`: whether decode is also compiled for fewer rows and shorter contexts, and prefill
-      for fewer chunks. A kernel's grid is static, so smaller shapes need their own.
+    - `bucketed`: whether decode is also compiled for fewer rows and shorter contexts. A kernel's
+      grid is static, so smaller shapes need their own.
+    - `prefill_bucketed`: whether prefill is also compiled for fewer chunks.
     - `kernels`: whether an op is a kernel. Then a few rows are rounded up to a number that the
       checks of kernels cover, since no start may run another number.
     - `drafts`: whether decode steps verify drafts.
@@ -71,9 +73,10 @@ def step_shapes(
         # (docs/explanation/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
     contexts, prefills = [spans], [max(chunks, 1)]
-    for sizes, unit, least in ((contexts, SPAN, LEAST_CONTEXT), (prefills, 1, LEAST_PREFILL)):
-        while bucketed and sizes[0] * unit >= APART * least:
-            sizes.insert(0, -(-sizes[0] // APART))
+    while bucketed and contexts[0] * SPAN >= APART * LEAST_CONTEXT:
+        contexts.insert(0, -(-contexts[0] // APART))
+    while prefill_bucketed and prefills[0] >= APART * LEAST_PREFILL:
+        prefills.insert(0, -(-prefills[0] // APART))
     return StepShapes(
         rows=rows,
         buckets=tuple(buckets),
@@ -136,9 +139,21 @@ def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     """Whether decode is compiled for fewer rows too. This needs kernels that compute every product:
     XLA's products keep one number of rows (contract 1e), since in another program XLA fuses the
     same product with other neighbours."""
-    products = "linear", "expert_ffn", "paged_attention"
+    return ops.are_kernels(*_products(config))
+
+
+def prefills_in_buckets(config: ModelConfig, ops: Ops) -> bool:
+    """Whether prefill is compiled for fewer chunks too, so that a short prompt need not write
+    buffers of all. A row's bits must not depend on how many others there are, as for
+    `decodes_in_buckets`; those of native ops do not either."""
+    native = all(getattr(ops, op) == "cpu" for op in ("head_linear", *_products(config)))
+    return native or decodes_in_buckets(config, ops)
+
+
+def _products(config: ModelConfig) -> list[str]:
+    """Returns the ops that compute products."""
     of_kinds = [op for kind in config.attention_kinds for op in kind.products]
-    return ops.are_kernels(*products, *of_kinds)
+    return ["linear", "expert_ffn", "paged_attention", *of_kinds]
 
 
 def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:

@@ -32,6 +32,7 @@ from moejax.start.decide.shapes import (
     apart,
     decodes_in_buckets,
     ops_in_use,
+    prefills_in_buckets,
     step_shapes,
     without_kernel,
     without_native,
@@ -204,6 +205,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             waves=options.transfer.driver.waves
             or (KERNEL_WAVES if ops.expert_ffn in KERNELS else 1),
             bucketed=decodes_in_buckets(config, ops),
+            prefill_bucketed=prefills_in_buckets(config, ops),
             kernels=ops.has_kernels,
             drafts=drafts,
         ),

@@ -80,7 +80,7 @@ def broken(**figures):
     [
         ([], "not a file of costs"),
         ({"format": "moejax-trace", "version": 1}, "not a file of costs"),
-        (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 7; calibrate again"),
+        (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 8; calibrate again"),
         (broken(control=...), "missing or unknown.*control"),
         (broken(extra=1), "missing or unknown.*extra"),
         (broken(decode={"8": {"step": 1}}), "missing or unknown"),

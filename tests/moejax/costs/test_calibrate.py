@@ -68,7 +68,7 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
     [
         ("", "damaged: it is no JSON.*calibrate --force"),
         ("[]", "not a file of costs"),
-        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 7"),
+        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 8"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "missing or unknown"),
     ],
 )

@@ -34,7 +34,8 @@ def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
     config = shape(name, layers)
     layout = config.slot_layout(itemsize=2)
     limits = {"max_model_len": 1024, "max_num_batched_tokens": 512}
-    shapes = step_shapes(layout, rows=rows, waves=1, **limits, bucketed=bucketed, kernels=True)
+    buckets = {"bucketed": bucketed, "prefill_bucketed": bucketed}
+    shapes = step_shapes(layout, rows=rows, waves=1, **limits, **buckets, kernels=True)
     chosen = resolve_ops(ops or "auto", platform="gpu", dtype="bfloat16")
     return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
 

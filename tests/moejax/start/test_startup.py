@@ -6,6 +6,7 @@ import pytest
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import (
     decodes_in_buckets,
+    prefills_in_buckets,
     step_shapes,
     without_kernel,
 )
@@ -32,12 +33,24 @@ def gpu_ops(config, ops="auto"):
 def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture, ops, expected):
     config = parse_config(config_of(architecture))
     assert decodes_in_buckets(config, gpu_ops(config, ops)) is expected
+    assert prefills_in_buckets(config, gpu_ops(config, ops)) is expected
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"), [("auto", True), ("linear=xla", False), ("head_linear=xla", False)]
+)
+def test_a_cpu_prefills_few_chunks_where_every_product_is_native(ops, expected):
+    config = parse_config(config_of("DeepseekV3ForCausalLM"))
+    chosen = resolve_ops(ops, platform="cpu", dtype="bfloat16")
+    assert prefills_in_buckets(config, chosen) is expected
+    assert not decodes_in_buckets(config, chosen)
 
 
 def shapes_of(rows, max_model_len, bucketed=True, batched=512):
     config = parse_config(config_of("MixtralForCausalLM"))
     limits = dict(rows=rows, max_model_len=max_model_len, max_num_batched_tokens=batched, waves=1)
-    return step_shapes(config.slot_layout(2), **limits, bucketed=bucketed)
+    buckets = {"bucketed": bucketed, "prefill_bucketed": bucketed}
+    return step_shapes(config.slot_layout(2), **limits, **buckets)
 
 
 def test_contexts_and_rows_that_decode_is_compiled_for():
