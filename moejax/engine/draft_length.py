@@ -32,6 +32,8 @@ HOLDS = 2 * TRIAL, 16 * WINDOW
 """Steps with drafts after which those without are measured again: at first, and at most."""
 WAITS = 16
 """How many times longer than at first a trial may wait."""
+LEAST_SHARE = 0.1
+"""Of requests with a draft, to which the time of a step is put down."""
 OUTLIER = 3.0
 """A step that took so many times as long as those around it was disturbed and does not count."""
 SEEN = 32
@@ -49,8 +51,14 @@ class Acceptance:
         self._seen: deque[tuple[int, int]] = deque(maxlen=SEEN)
 
     def add(self, right: int, guessed: int) -> None:
-        """Takes a guess of `guessed` tokens, the first `right` of which were right."""
+        """Takes a guess of `guessed` tokens, the first `right` of which were right; 0: there was
+        none."""
         self._seen.append((right, guessed))
+
+    @property
+    def share(self) -> float:
+        """Share of a step's requests with a guess."""
+        return (1 + sum(guessed > 0 for _, guessed in self._seen)) / (1 + len(self._seen))
 
     def expected(self, most: int) -> float:
         """Returns how many tokens of a guess of `most` tokens are likely to be right."""
@@ -96,11 +104,14 @@ class DraftLength:
     now: int = 0
     """Tokens of a draft in the next step. Steps begin without drafts."""
     extra: dict[int, float] = dataclasses.field(default_factory=dict)
-    """By length that was measured, times of a step without drafts that a step took beyond one."""
+    """By length that was measured, times of a step without drafts that a step with a draft for each
+    request takes beyond one."""
     plain_s: float = 0.0
     """Seconds of a step without drafts."""
     times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """Seconds of the last steps of the present length."""
+    shares: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Shares of their requests that had a draft."""
     steps: int = -1
     """Of the present length. The first one's time does not count: it was prepared otherwise."""
     back: tuple[int, float] | None = None
@@ -112,54 +123,66 @@ class DraftLength:
     wait: int = 1
     """How many times longer than at first a trial waits."""
 
-    def add(self, tokens: float, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float, share: float) -> None:
         """Takes a decode step of the present length.
 
         - `tokens`: that it gave, a request.
+        - `share`: of its requests that had a draft.
         """
         self.steps += 1
         if self.now:
-            took = min(seconds / self.plain_s, 2 * self.ratio(self.now))
+            took = min(seconds / self.plain_s, 2 * (1 + self._extra(self.now)))
             self.lost = max(self.lost + took - tokens, -WON)
         elif self.lost > 0:
             self.lost = max(self.lost - COST, 0.0)
         if not self.steps:
             return
         self.times.append(seconds)
+        self.shares.append(share)
         typical = typical_s(self.times)
-        if self.now:
-            self._measured(self.now, typical / self.plain_s)
-        else:
+        if self.now and any(self.shares):
+            extra = typical / self.plain_s - 1
+            self._measured(self.now, extra / max(statistics.fmean(self.shares), LEAST_SHARE))
+        elif not self.now:
             self.plain_s = typical
         if self.now and self.lost > LOSS:
             self._end()
         elif self.steps % TRIAL == 0:
             self._choose()
 
+    def tokens(self, length: int) -> float:
+        """Returns how many tokens a step with drafts of this length gives a request, likely."""
+        return 1 + self.acceptance.share * self.acceptance.expected(length)
+
     def ratio(self, length: int) -> float:
         """Returns how many times as long as without drafts a step of this length takes."""
-        if not self.extra:
-            return prior_ratio(self.requests, length, self.costs)
-        known = min(self.extra, key=lambda other: abs(other - length))
-        # Looking for drafts takes about a row's time, whatever their length.
-        return 1 + self.extra[known] * (1 + length) / (1 + known)
-
-    def _measured(self, length: int, ratio: float) -> None:
-        """Takes the ratio of a length. Those of others that were measured change with it."""
-        extra = max(ratio - 1, 0.01)
-        change = extra / self.extra.get(length, extra)
-        self.extra = {n: before * change for n, before in self.extra.items()} | {length: extra}
+        return 1 + self.acceptance.share * self._extra(length)
 
     def gain(self, length: int) -> float:
         """Returns how many times as many tokens a second as without drafts are expected."""
-        return (1 + self.acceptance.expected(length)) / self.ratio(length) if length else 1.0
+        return self.tokens(length) / self.ratio(length)
+
+    def _extra(self, length: int) -> float:
+        if not self.extra:
+            return prior_ratio(self.requests, length, self.costs) - 1
+        known = min(self.extra, key=lambda other: abs(other - length))
+        # Looking for drafts takes about a row's time, whatever their length.
+        return self.extra[known] * (1 + length) / (1 + known)
+
+    def _measured(self, length: int, extra: float) -> None:
+        """Takes what was measured of a length. What others took changes with it."""
+        extra = max(extra, 0.01)
+        change = extra / self.extra.get(length, extra)
+        self.extra = {n: before * change for n, before in self.extra.items()} | {length: extra}
 
     def _choose(self) -> None:
         """Chooses the length of the next steps."""
-        if resumes := self.back is not None:
+        resumes = self.back is not None
+        if self.back is not None:
             length, before = self.back
             self.back = None
-            self._measured(length, self.ratio(length) * before / self.plain_s)
+            if length in self.extra:
+                self._measured(length, (1 + self.extra[length]) * before / self.plain_s - 1)
         gains = {n: self.gain(n) for n in self.lengths[1:] if self.most is None or n <= self.most}
         best = max(gains, key=lambda length: gains[length])
         if not self.now:
@@ -177,13 +200,14 @@ class DraftLength:
 
     def _may_try(self, length: int) -> bool:
         """Whether a trial, whose measurement may say that this length pays, costs little enough."""
-        tokens = 1 + self.acceptance.expected(length)
+        tokens = self.tokens(length)
         loss = TRIAL * (self.ratio(length) - tokens)
         return tokens >= GAIN and self.steps >= self.wait * max(loss / COST, WINDOW)
 
     def _begin(self, length: int) -> None:
         self.now, self.steps = length, -1
         self.times.clear()
+        self.shares.clear()
 
     def _end(self) -> None:
         """Goes on without drafts, which did not pay."""
@@ -196,14 +220,14 @@ class DraftLength:
         return {
             "requests_at_most": self.requests,
             "tokens": self.now,
-            "expected_tokens": {str(n): self.acceptance.expected(n) for n in lengths},
+            "tokens_a_step": {str(n): self.tokens(n) for n in lengths},
             "times_as_long": {str(n): self.ratio(n) for n in lengths},
         }
 
     def why(self) -> str:
         """Returns the choice and its reason in a few words."""
         length = self.now or max(self.lengths[1:], key=self.gain)
-        tokens, ratio = 1 + self.acceptance.expected(length), self.ratio(length)
+        tokens, ratio = self.tokens(length), self.ratio(length)
         reason = f"{tokens:.1f} tokens a step in {ratio:.1f} times the time"
         return f"{length} tokens, {reason}" if self.now else f"none; {length} would give {reason}"
 

@@ -143,14 +143,14 @@ class Drafts(abc.ABC):
             for draft in work.drafts:
                 self.acceptance.add(draft.accepted, len(draft.tokens))
             for _ in range(requests - len(work.drafts)):
-                self.acceptance.add(0, 1)
+                self.acceptance.add(0, 0)
         elif found := self.judge(work):
             self.acceptance.add(*found)
         choice = self._last = self._choice(requests)
         choice.most = max((rows - requests) // requests, 1)
         # Others were dispatched before a change.
         if seconds is not None and work.drafting == choice.now:
-            choice.add(1 + accepted / requests, seconds)
+            choice.add(1 + accepted / requests, seconds, len(work.drafts) / requests)
 
     def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
         """Returns Acceptance.add of a draft that was not verified, by the tokens that came without;
@@ -220,7 +220,7 @@ class NgramDrafts(Drafts):
         guess = look_up(tokens[:start], self.longest, self.shortest, most)
         right = next((i for i, t in enumerate(guess) if t != tokens[start + i]), len(guess))
         self._judged[request] = start + right + 1
-        return right, most
+        return right, len(guess)
 
     def stats(self) -> dict[str, Any]:
         own = {"prompt_lookup_max": self.longest, "prompt_lookup_min": self.shortest}

@@ -452,8 +452,8 @@ class LLM:
         - `tokens_per_s`: generated tokens per second of steps.
         - `steps`: number of prefill and decode steps.
         - `speculation`: tokens that were drafted and accepted, decode steps with drafts, and by
-          number of requests how long drafts are, how many tokens of one are expected to be right,
-          and how many times as long a step with them takes; null without.
+          number of requests how long drafts are, how many tokens a step with them is expected to
+          give a request, and how many times as long it takes; null without.
         - `experts`: `activations` (layer-experts that steps needed) = `hits` (resident) + `fills`
           (moved into a cell) + `read_through` (computed from the store); `hit_rate`.
         - `bytes`: moved over the link, by cause.

@@ -318,10 +318,12 @@ def test_guesses_are_what_followed_before(tokens, longest, shortest, guess):
 class Load:
     """A run of one request whose drafts are right with a probability, token by token. A step with
     a draft of n tokens takes 1 + n·row times as long as one without, times a noise of at most
-    1 + noise."""
+    1 + noise. There is a draft in a share of the steps."""
 
-    def __init__(self, right: float, row: float, noise: float = 0.0, free: bool = True):
-        self.rng, self.free = np.random.default_rng(0), free
+    def __init__(
+        self, right: float, row: float, noise: float = 0.0, free: bool = True, share: float = 1.0
+    ):
+        self.rng, self.free, self.share = np.random.default_rng(0), free, share
         self.right, self.row, self.noise = right, row, noise
         self.choice = DraftLength(1, (0, 1, 2, 4), Acceptance(0.25 if free else 0.5))
         self.drafted: list[bool] = []
@@ -334,15 +336,16 @@ class Load:
         """Returns the time over that of steps without drafts, each of 1 s."""
         gave = seconds = 0.0
         while gave < tokens:
-            length = self.choice.now
+            length = self.choice.now if self.rng.random() < self.share else 0
             self.drafted.append(length > 0)
             accepted = self.accepted(length)
             took = (1 + length * self.row) * (1 + self.noise * self.rng.random())
-            if length:
+            if self.choice.now:
                 self.choice.acceptance.add(accepted, length)
             elif self.free:
-                self.choice.acceptance.add(self.accepted(4), 4)
-            self.choice.add(1 + accepted, took)
+                guessed = 4 if self.rng.random() < self.share else 0
+                self.choice.acceptance.add(self.accepted(guessed), guessed)
+            self.choice.add(1 + accepted, took, float(length > 0))
             gave, seconds = gave + 1 + accepted, seconds + took
         return seconds / (gave * (1 + self.noise / 2))
 
@@ -379,6 +382,14 @@ def test_drafts_that_pay_are_used_soon(right, row, gain, free):
     assert noisy.run(2000) < 1.15 / gain
 
 
+def test_few_drafts_that_pay_are_used_too():
+    """Steps without a guess cost no rows, so that it does not matter how many they are."""
+    load = Load(0.9, 0.2, share=0.3)
+    assert load.run(1000) < 0.75
+    load.right = 0.1
+    assert load.run(1000) < 1.02
+
+
 def test_drafts_end_and_begin_again_with_the_load():
     load = Load(0.9, 0.2)
     load.run(500)
@@ -411,7 +422,7 @@ def test_a_disturbed_step_ends_no_drafts():
     load = Load(0.9, 0.2)
     load.run(100)
     for _ in range(3):
-        load.choice.add(4.4, 1000.0)
+        load.choice.add(4.4, 1000.0, 1.0)
         load.run(100)
         assert load.choice.now == 4 and load.choice.ratio(4) == pytest.approx(1.8, rel=0.01)
 
@@ -450,7 +461,9 @@ def test_guesses_are_judged_without_being_verified():
         request.output.append(token)
         found.append(drafts.judge(work))
     # After 1 come 2, 3, 4 and no 5; after the first 9, which is new, there is no guess.
-    assert [each for each in found if each] == [(3, 4), (0, 4), (4, 4)]
+    assert [each for each in found if each] == [(3, 4), (0, 0), (4, 4)]
+    acceptance.add(0, 0)
+    assert acceptance.share == pytest.approx(32 / 33)
 
 
 def test_a_choice_is_by_the_requests_that_decode(demo, monkeypatch):
