@@ -171,8 +171,8 @@ class ExpertMap(MapPolicy):
             return state._replace(matcher=matcher), Decision()
         begins = seen.moment == Moment.EMBEDDED
         wanted = np.zeros_like(state.wanted) if begins else state.wanted
-        known = matcher, wanted, state.prior, state.top_k, seen.step, state.searches + 1
-        state, queue = Matching(*known, *state[len(known) :]), None
+        count, queue = state.searches + 1, None
+        state = state._replace(matcher=matcher, wanted=wanted, step=seen.step, searches=count)
         for prediction in found:
             state, queue = _match(state, prediction, seen.layer)
         if not found:
