@@ -1,19 +1,21 @@
 """`policy="auto"`: chooses among arms by predicted times that measured ones correct.
 
 An arm is an eviction, with `+split` also a split of memory by need (KV keeps its recent peak and a
-tenth, experts have the rest), or a prefetch with its eviction. A window of decode steps prices the
-arms: seconds of computing and of moves, both corrected by the window's measured times. `choose_arm`
-then decides, a pure function. It changes to an arm that would have saved more, in the steps since
-the load began or the last change, than the change costs: so whatever comes, changes cost no more
-than what they answer. The same steps with the same times give the same choices, so a replay of a
-trace repeats them.
+tenth, experts have the rest), with `+layers` more cells for layers in which these save more; or a
+prefetch or a placement, or both, with their eviction. If experts are paged in two versions an arm
+says what a miss brings: `+VERSION`, or what a precision decides. A window of decode steps prices
+the arms: seconds of computing and of moves, both corrected by the window's measured times.
+`choose_arm` then decides, a pure function. It changes to an arm that would have saved more, in the
+steps since the load began or the last change, than the change costs: so whatever comes, changes
+cost no more than what they answer. The same steps with the same times give the same choices, so a
+replay of a trace repeats them.
 
 Watching costs host time, and no more can be gained than misses take. So between windows a rest
 lasts until COST of its misses' time pays for what was watched.
 
 Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
-among the arms, which needs what routers read, a window is simulated under each arm instead, from
-its first residents on.
+or placement among the arms, which decide between layers, a window is simulated under each arm
+instead, from its first residents on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,16 +42,24 @@ from host_offload.control.step_record import Glance, StepRecord
 from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
+from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.precision.hobbit import Hobbit, find_heavy
+from host_offload.policies.precision.maps import HI, LO, top_map
+from host_offload.policies.precision.precision_names import precision_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.simulate.recent import PLACES, ROWS, predict_recent, record_of, tables_of
 from host_offload.simulate.shadows import Shadows, cold_shadows
 from host_offload.simulate.timeline import Link
+from host_offload.sizing.cell_allocation import allocate, share_anew
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.split import Division, division_of, peak_headroom
+from host_offload.traces.recency import tails
 from host_offload.traces.schema import TraceError
 
 NAME = "auto"
-SPLIT = "+split"
+SPLIT, LAYERS = "+split", "+layers"
+PLACED, PRECISION = "placement=", "precision="
+"""Parts of arms' names, before a placement or precision as options name it."""
 EVICTIONS = ("lru", "lfu", "lfru")
 KEEP = 0.5
 """Weight of the earlier correction beside that of a window."""
@@ -64,12 +74,17 @@ SWITCH_S = 2e-3
 AT_ONCE, LONGEST = 64, 4096
 """Steps: a rest that would be no longer does not begin, since much is missed and little was
 watched; and misses of the longest rest, of which each step counts as one at least."""
-SELDOM = 7
-"""Windows of a rest with a prefetch among the arms, since windows are simulated."""
+SELDOM, FIVE = 7, 5
+"""Windows of a rest where windows are simulated, under so many arms; more with more."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
 OTHER_LOAD = 4
 """Ratio of two steps' sequences by which they are of different loads."""
+SAMPLED, SHARED, GATE = 2, 4, 0.05
+"""Of cells by layer: watched steps of which one counts, choices of which one shares anew, and the
+least saving of misses by which it does."""
+FEWER_BITS = 0.1
+"""How much faster an arm must be that changes outputs, as a share of its time."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
@@ -119,9 +134,9 @@ class Sample(NamedTuple):
     compute_s: float
     missed: int
     fills: np.ndarray
-    """int64[A]: experts that each arm's shadow missed since the decode step before."""
+    """int64[S]: experts that each shadow missed since the decode step before."""
     record: StepRecord | None
-    """With a prefetch among the arms."""
+    """With a prefetch or placement among the arms."""
 
 
 class Priced(NamedTuple):
@@ -144,6 +159,18 @@ class Widths(NamedTuple):
     moves: np.ndarray
 
 
+class Places(NamedTuple):
+    """The shadows of the arms: one each, or one for each version of an arm with two. S of them, in
+    the order of the arms."""
+
+    first: np.ndarray
+    """int64[A], of each arm."""
+    fill_s: np.ndarray
+    """float64[A, S]: predicted seconds of a miss; 0 of other arms' shadows."""
+    dearer: np.ndarray
+    """float64[A]: by what the time of an arm is multiplied where outputs change."""
+
+
 class Watched(NamedTuple):
     """State of Auto."""
 
@@ -152,6 +179,7 @@ class Watched(NamedTuple):
     inner: tuple[Any, ...]
     """States of the present arm's policies."""
     shadows: Shadows
+    places: Places
     division: Division
     cap: int
     """Cells of each layer with a split by need."""
@@ -166,9 +194,13 @@ class Watched(NamedTuple):
     fresh: int = 0
     """Steps of the window since the last choice."""
     carried: int | np.ndarray = 0
-    """int64[A]: experts that shadows missed in prefill steps since the last decode step."""
+    """int64[S]: experts that shadows missed in prefill steps since the last decode step."""
+    brings: np.ndarray | None = None
+    """bool[S, L, E]: experts that a miss brings in a shadow's version; None: all."""
+    reuse: np.ndarray | None = None
+    """float64[L, E]: Shadows.distances of late, for cells by layer."""
     tables: Residency | None = None
-    """Before the window, with a prefetch among the arms."""
+    """Before the window, with a prefetch or placement among the arms."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Measured over predicted seconds of computing and of moves."""
     seconds: float = 0.0
@@ -222,8 +254,34 @@ class Auto:
 
     @functools.cached_property
     def ahead(self) -> bool:
-        """Whether an arm fetches experts ahead of need."""
-        return any(arm in PREFETCH for arm in self.arms)
+        """Whether an arm decides between layers what moves."""
+        return any(map(is_ahead, self.arms))
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether an arm splits memory by need."""
+        return any(SPLIT in arm for arm in self.arms)
+
+    @functools.cached_property
+    def layered(self) -> bool:
+        """Whether an arm shares cells by layer."""
+        return any(LAYERS in arm for arm in self.arms)
+
+    @functools.cached_property
+    def alone(self) -> bool:
+        """Whether there is nothing to watch."""
+        return len(self.arms) == 1 and not self.layered
+
+    @functools.cached_property
+    def hobbit(self) -> Hobbit | None:
+        """The arm's by which a miss that weighs little comes in fewer bits."""
+        return next((p for each in self.policies for p in each if isinstance(p, Hobbit)), None)
+
+    @functools.cached_property
+    def interval(self) -> str | None:
+        """Of the arm whose policy has one."""
+        found = (getattr(p, "interval", None) for each in self.policies for p in each)
+        return next((each for each in found if each is not None), None)
 
     @functools.cached_property
     def _members(self) -> tuple[frozenset[Moment], frozenset[str], frozenset[str]]:
@@ -234,8 +292,12 @@ class Auto:
             needs |= {"kv_used", "kv_swapped", "kv_pages", "running"}
         if self.ahead:
             needs |= ROWS | PLACES
-        if any(SPLIT in arm for arm in self.arms):
-            writes |= {"cells", "kv_pages"}
+        if self.splits or self.layered:
+            writes |= {"cells"}
+        if self.splits:
+            writes |= {"kv_pages"}
+        if any(is_versioned(arm) for arm in self.arms):
+            writes |= {"fill_version"}
         every = [policy for each in self.policies for policy in each]
         return (
             frozenset({Moment.STEP_END}).union(*(policy.moments for policy in every)),
@@ -265,9 +327,12 @@ class Auto:
     @functools.cached_property
     def fill_s(self) -> float:
         """Predicted seconds of a miss."""
+        return self._fill_s(self.costs.expert_bytes)
+
+    def _fill_s(self, size: int) -> float:
         if self.link is not None:
-            return self.link.latency + self.costs.expert_bytes / self.link.rate
-        return float(self.costs.costs().fill @ [1, self.costs.expert_bytes])
+            return self.link.latency + size / self.link.rate
+        return float(self.costs.costs().fill @ [1, size])
 
     @functools.cached_property
     def step_s(self) -> dict[int, float]:
@@ -284,18 +349,48 @@ class Auto:
 
     def init(self, spec: Spec) -> Watched:
         """Empty shadows, and the first arm. Raises SplitError if KV's floor does not fit."""
-        weights = [self._weights(arm) for arm in range(len(self.arms))]
-        shadows = cold_shadows(weights, self.cells, spec.experts)
+        names, layers = [*spec.version_bytes], spec.layers
+        of, version = zip(
+            *((i, v) for i, arm in enumerate(self.arms) for v in versions_of(arm, names)),
+            strict=True,
+        )
+        arms, first = np.array(of), np.searchsorted(of, range(len(self.arms)))
+        each, cells = [self.fill_s], np.array([self.cells])
+        if len(names) > 1 and spec.capacity is not None:
+            each = [self._fill_s(int(sizes.max())) for sizes in spec.link_bytes.values()]
+            cells = np.array([cells_per_layer(n, layers, spec.experts) for n in spec.capacity])
+        fill_s = np.zeros((len(self.arms), len(arms)))
+        fill_s[arms, range(len(arms))] = np.array(each)[[*version]]
+        lossy = np.bincount(arms, weights=version) > 0
+        weights = [self._weights(arm) for arm in of]
+        shadows, brings = cold_shadows(weights, cells[[*version]], spec.experts), None
+        if len(arms) > len(self.arms):
+            last = np.append(first[1:], len(arms)) - 1
+            shadows = shadows._replace(other=(first + last)[arms] - range(len(arms)))
+            brings = np.ones(shadows.resident.shape, bool)
+            brings[first[last > first]] = False  # the first version: a precision begins with low
+        reuse = np.zeros((layers, spec.experts)) if self.layered else None
         said = f"{self.arms[0]}: the start, {self.source} costs"
-        division, cap = division_of(spec), min(self.cells)
-        inner = tuple(policy.init(spec) for policy in self.policies[0])
-        return Watched(spec, 0, inner, shadows, division, cap, ratios=self.ratios, said=said)
+        return Watched(
+            spec,
+            arm=0,
+            inner=tuple(policy.init(spec) for policy in self.policies[0]),
+            shadows=shadows,
+            places=Places(first, fill_s, np.where(lossy, 1 + FEWER_BITS, 1.0)),
+            division=division_of(spec),
+            cap=min(self.cells),
+            brings=brings,
+            reuse=reuse,
+            ratios=self.ratios,
+            said=said,
+        )
 
     def rests(self, state: Watched, glance: Glance) -> Watched | None:
         """Passes the steps that end no window and change no split."""
-        if len(self.arms) == 1 and "cells" not in self.writes:
+        if self.alone and not self.splits:
             return state
-        if self.ahead or self._ends_window(state, glance, state.fresh + 1):
+        weighs = self.hobbit is not None and not state.rest
+        if self.ahead or weighs or self._ends_window(state, glance, state.fresh + 1):
             return None
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
@@ -357,7 +452,7 @@ class Auto:
         short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
         if seen.decode:
             state = self._see_load(state, seen.rows if self.bare else max(seen.running, 1))
-        if len(self.arms) == 1 or state.rest:
+        if self.alone or state.rest:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
@@ -365,7 +460,7 @@ class Auto:
         else:
             state = self._watch(state, seen, whole)
         fits = seen.decode and (state.fresh == 0 or state.held == 1)
-        if "cells" in self.writes and (short or fits):
+        if self.splits and (short or fits):
             fit = functools.partial(self._fit_kv, short=True) if short else self._fit_window
             state, decision = fit(state, seen)
             if decision.cells is not None:
@@ -376,9 +471,9 @@ class Auto:
     def _ends_window(self, state: Watched, seen: Glance, steps: int) -> bool:
         """Whether the window ends with so many steps: half as many where requests wait for KV,
         since there is much to gain."""
-        if state.rest or len(self.arms) == 1:
+        if state.rest or self.alone:
             return False
-        starved = "cells" in self.writes and SPLIT not in self.arms[state.arm]
+        starved = self.splits and SPLIT not in self.arms[state.arm]
         starved = starved and _wanted(state.spec, seen) > seen.running
         return steps >= (self._window // 2 if starved else self._window)
 
@@ -401,7 +496,10 @@ class Auto:
         """Returns the state after a step of a window."""
         shadows, fills = state.shadows, np.zeros(len(self.arms), np.int64)
         if not self.ahead:
-            shadows, fills = shadows.follow(routed_counts(seen.ids(), state.spec.experts) > 0)
+            active = routed_counts(seen.ids(), state.spec.experts) > 0
+            if state.reuse is not None and shadows.clock % SAMPLED == 0:
+                state = state._replace(reuse=state.reuse + shadows.distances(active))
+            shadows, fills = shadows.follow(active, self._brings(state, whole))
         fills = state.carried + fills
         if not seen.decode or seen.compiled:
             return state._replace(seconds=seen.seconds, shadows=shadows, carried=fills)
@@ -420,6 +518,20 @@ class Auto:
             watched=state.watched + 1,
             held=state.held + 1,
         )
+
+    def _brings(self, state: Watched, whole: Observation | None) -> np.ndarray | None:
+        """Returns bool[S, L, E], what a miss of this step brings in each shadow's version."""
+        if state.brings is None or self.hobbit is None or whole is None:
+            return state.brings
+        shape, brings = (whole.ids, whole.weights, state.spec.experts), state.brings.copy()
+        heavy = find_heavy(*shape, self.hobbit.threshold)
+        for first in self._mixed(state):
+            brings[first], brings[first + 1] = heavy, ~heavy
+        return brings
+
+    def _mixed(self, state: Watched) -> list[int]:
+        """Returns the first shadows of the arms with two."""
+        return [f for f, arm in zip(state.places.first, self.arms, strict=True) if PRECISION in arm]
 
     def _pass(self, state: Watched, seen: Glance) -> Watched:
         """Returns the state after a step of a rest, or of one arm alone. Its `fresh` says when the
@@ -448,7 +560,7 @@ class Auto:
             return state
         peaks = (*state.peaks[:-1], max(state.peaks[-1], held))
         state = state._replace(peaks=peaks, kv_pages=(pages if first < 0 else first, pages))
-        if before in (-1, pages) or "cells" in self.writes:
+        if before in (-1, pages) or self.splits or is_versioned(self.arms[0]):
             return state
         layers, experts = len(self.cells), state.spec.experts
         slots = int(state.shadows.cells[0].sum())
@@ -472,12 +584,21 @@ class Auto:
         if short:
             more = DEAD * division.cap_bytes / division.page_bytes
             peak = max(peak, math.ceil((seen.kv_pages + more) / (1 + HEADROOM)))
+            # Each prompt that waits one step longer costs a step of prompts.
+            rows = _wanted(state.spec, seen) - seen.running
+            peak = max(peak, seen.kv_used + seen.kv_swapped + rows * _prompt_pages(state, seen))
         settings = {"headroom": HEADROOM, "cap": state.cap, "dead": DEAD}
         cap = peak_headroom(division, peak_pages=peak, **settings)
         if cap is None or cap == state.cap:
             return state, Decision()
         state = state._replace(cap=cap, fitted=True)
-        cells = np.array([self._cells(state, arm) for arm in self.arms])
+        cells = state.shadows.cells.copy()
+        for i, arm in enumerate(self.arms):
+            if LAYERS in arm and SPLIT in arm:
+                slots, least = cap * len(cells[i]), state.spec.min_cells
+                cells[i] = allocate("marginal", _curves(state), slots, least=least).cells
+            elif SPLIT in arm:
+                cells[i] = cap
         state = state._replace(shadows=state.shadows.regrant(cells))
         return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
 
@@ -485,34 +606,53 @@ class Auto:
         """Whether an arm's split is not that of the start."""
         return SPLIT in arm and state.fitted
 
-    def _cells(self, state: Watched, arm: str) -> tuple[int, ...]:
-        return (state.cap,) * len(self.cells) if self._is_split(state, arm) else self.cells
-
     def _split(self, state: Watched) -> Decision:
-        """Returns the decision with the split of the present arm."""
+        """Returns the decision with the split and the cells of the present arm."""
         if "cells" not in self.writes:
             return Decision()
-        arm = self.arms[state.arm]
-        split = self._is_split(state, arm)
-        pages = state.division.pages_at(state.cap) if split else state.kv_pages[0]
-        return Decision(cells=np.array(self._cells(state, arm), np.int32), kv_pages=pages)
+        cells, pages = state.shadows.cells[state.arm].astype(np.int32), state.kv_pages[0]
+        if self._is_split(state, self.arms[state.arm]):
+            pages = state.division.pages_at(state.cap)
+        return Decision(cells=cells, kv_pages=pages if self.splits else None)
+
+    def _share_layers(self, state: Watched) -> tuple[Watched, Decision]:
+        """Shares the cells of each arm by layer again, where that saves enough misses."""
+        assert state.reuse is not None
+        cells, curves = state.shadows.cells.copy(), _curves(state)
+        for i, arm in enumerate(self.arms):
+            if LAYERS in arm:
+                limits = {"gate": GATE, "least": state.spec.min_cells}
+                found = share_anew("marginal", curves, int(cells[i].sum()), cells[i], **limits)
+                cells[i] = cells[i] if found is None else found
+        changed = (cells != state.shadows.cells).any(axis=1)
+        state = state._replace(reuse=KEEP * state.reuse)
+        if not changed.any():
+            return state, Decision()
+        state = state._replace(shadows=state.shadows.regrant(cells))
+        return state, self._split(state) if changed[state.arm] else Decision()
 
     # ---- the choice
 
     def _close(self, state: Watched, seen: Glance) -> tuple[Watched, Decision]:
-        """Fits the split, prices the arms and chooses."""
+        """Fits the split and the cells, prices the arms and chooses."""
         decision = Decision()
-        if "cells" in self.writes:
+        if self.splits:
             state, decision = self._fit_window(state, seen)
+        if self.layered and state.choices % SHARED == SHARED - 1:
+            state, shared = self._share_layers(state)
+            decision = shared if shared.cells is not None else decision
+        if state.brings is not None and self.hobbit is None:
+            state = state._replace(brings=self._hottest(state))
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
         seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
         ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
         steps = self._corrected(state, seen, priced, ratios)
-        switch_s = SWITCH_S + ratios[1] * self.fill_s * priced.differ
+        switch_s = SWITCH_S + ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
         switch_s[state.arm] = 0.0
+        dearer = steps * state.places.dearer[:, None]
         lately, prices = (
             Prices(tuple(part.mean(axis=1).tolist()), tuple(switch_s.tolist()), state.arm)
-            for part in (steps[:, -state.fresh :], steps)
+            for part in (dearer[:, -state.fresh :], dearer)
         )
         arm = choose_arm(lately, horizon=state.fresh)
         if arm == state.arm:  # also what is small, but lasts
@@ -527,8 +667,8 @@ class Auto:
             fresh=0,
             tables=None,
             ratios=ratios,
-            prices=prices.step_s,
-            priced=tuple(np.add(state.priced or 0.0, prices.step_s).tolist()),
+            prices=tuple(steps.mean(axis=1).tolist()),
+            priced=tuple(np.add(state.priced or 0.0, steps.mean(axis=1)).tolist()),
             choices=state.choices + 1,
             rest=rest,
             watched=0 if rest else state.watched,
@@ -545,8 +685,9 @@ class Auto:
         - `ratio`: measured over predicted seconds of moves.
         """
         if self.ahead:
-            return self._window * SELDOM
-        paid = max(COST * ratio * self.fill_s, 1e-12)  # a trace may have no times
+            return self._window * SELDOM * max(len(self.arms), FIVE) // FIVE
+        fill_s = float(state.places.fill_s[state.arm].max())
+        paid = max(COST * ratio * fill_s, 1e-12)  # a trace may have no times
         rest = min(int(state.watched * WATCH_S / paid), LONGEST)
         missed = np.mean([sample.missed for sample in state.window[-state.fresh :]])
         return rest if rest > AT_ONCE * max(missed, 1) else 0
@@ -564,7 +705,7 @@ class Auto:
         """Returns how the arms' steps differ from the present arm's by the sequences that their KV
         holds."""
         ones = np.ones(len(self.arms))
-        if "cells" not in self.writes:
+        if not self.splits:
             return Widths(ones, ones)
         rows = np.array([self._fitting(state, seen, arm) for arm in self.arms])
         rows = np.minimum(rows, _wanted(state.spec, seen))
@@ -587,8 +728,24 @@ class Auto:
             for name in ("compute_s", "missed")
         )
         fills = np.stack([sample.fills for sample in state.window], axis=1)
-        differ = state.shadows.differ(state.arm)
-        return Priced(compute, self.fill_s * missed, self.fill_s * fills, differ)
+        first, fill_s = state.places.first, state.places.fill_s
+        arms_s, mine = fill_s @ fills, fill_s[state.arm]
+        each = mine.max()  # of two versions, what most of the misses bring
+        if np.count_nonzero(mine) > 1 and (total := fills[mine > 0].sum()):
+            each = arms_s[state.arm].sum() / total
+        differ = np.add.reduceat(state.shadows.differ(first[state.arm]), first)
+        return Priced(compute, each * missed, arms_s, differ)
+
+    def _hottest(self, state: Watched) -> np.ndarray:
+        """Returns bool[S, L, E]: where a precision fills the hottest experts in the high version,
+        as many as have cells."""
+        assert state.brings is not None
+        brings = state.brings.copy()
+        for first in self._mixed(state):
+            high = int(state.shadows.cells[first].sum())
+            brings[first] = top_map(state.shadows.frequency, high) == HI
+            brings[first + 1] = ~brings[first]
+        return brings
 
     def _predict(self, state: Watched) -> Priced:
         """Simulates the window under each arm. The first half, in which residents change, does not
@@ -613,10 +770,11 @@ class Auto:
     def _switch(
         self, state: Watched, arm: int, prices: Prices, priced: Priced, fitted: Decision
     ) -> tuple[Watched, Decision]:
-        moved, before = int(priced.differ[arm]), self.arms[state.arm]
-        if self._cells(state, before) != self._cells(state, self.arms[arm]):
+        moved = int(priced.differ[arm])
+        cells = state.shadows.cells
+        if "cells" in self.writes and (cells[state.arm] != cells[arm]).any():
             fitted = self._split(state._replace(arm=arm))
-        said = self._describe(prices, arm, moved)
+        said = self._describe(state, prices, arm, moved)
         state = state._replace(
             arm=arm,
             held=0,
@@ -628,12 +786,25 @@ class Auto:
         begin: dict[str, Any] = {"victim_weights": np.array(self._weights(arm), np.int32)}
         if "prior" in self.writes:
             begin["prior"] = np.zeros((state.spec.layers, state.spec.experts), np.int32)
-        if "stages" in self.writes:
-            begin["stages"] = ()
+        for queue in self.writes & {"stages", "transitions"}:
+            begin[queue] = ()
+        if "fill_version" in self.writes:
+            begin["fill_version"] = self._fill_version(state)
         return state, dataclasses.replace(fitted, note=said, **begin)
 
-    def _describe(self, prices: Prices, arm: int, moved: int) -> str:
-        old, new = (1e3 * prices.step_s[i] for i in (prices.current, arm))
+    def _fill_version(self, state: Watched) -> np.ndarray:
+        """Returns int8[L, E], what misses bring when the present arm begins."""
+        spec, arm = state.spec, self.arms[state.arm]
+        versions = versions_of(arm, [*spec.version_bytes])
+        found = np.full((spec.layers, spec.experts), versions[-1], np.int8)
+        for inner in state.inner:
+            if (high := getattr(inner, "high", None)) is not None:
+                found[high] = HI
+        return found
+
+    def _describe(self, state: Watched, prices: Prices, arm: int, moved: int) -> str:
+        dearer = state.places.dearer
+        old, new = (1e3 * prices.step_s[i] / dearer[i] for i in (prices.current, arm))
         names = self.arms[prices.current], self.arms[arm]
         return (
             f"{names[1]}: {new:.3g} ms a step's tokens, {names[0]} {old:.3g} ms; the switch moves "
@@ -656,11 +827,41 @@ class Auto:
         }
 
 
+def is_ahead(arm: str) -> bool:
+    """Whether an arm is a prefetch or a placement."""
+    return PLACED in arm or arm.partition("=")[0] in PREFETCH
+
+
+def is_versioned(arm: str) -> bool:
+    """Whether an arm says what a miss brings of two versions."""
+    known = {*EVICTIONS, SPLIT[1:], LAYERS[1:]}
+    return PRECISION in arm or not (is_ahead(arm) or {*arm.split("+")} <= known)
+
+
+def versions_of(arm: str, names: Sequence[str]) -> tuple[int, ...]:
+    """Returns the versions, by number, in which misses come under an arm."""
+    if PRECISION in arm:
+        return HI, LO
+    return (names.index(arm.rpartition("+")[2]) if is_versioned(arm) else 0,)
+
+
 def policies_of(arm: str) -> tuple[Policy, ...]:
-    """Returns the policies of an arm, but for the split."""
-    prefetch = arm if arm in PREFETCH else None
-    eviction = None if prefetch else arm.removesuffix(SPLIT)
-    return with_eviction(eviction, with_prefetch(prefetch, ()))[1]
+    """Returns the policies of an arm, but for the split and the cells."""
+    if PRECISION in arm:
+        eviction, _, precision = arm.partition(f"+{PRECISION}")
+        return with_eviction(eviction, precision_of(precision).policies)[1]
+    if is_ahead(arm):
+        prefetch, found, placement = arm.partition(PLACED)
+        ahead = with_prefetch(prefetch.removesuffix("+") or None, ())
+        return with_eviction(None, with_placement(placement if found else None, ahead))[1]
+    return with_eviction(arm.partition("+")[0], ())[1]
+
+
+def _curves(state: Watched) -> np.ndarray:
+    """Returns float64[L, C + 1], late misses of LRU by cells."""
+    assert state.reuse is not None
+    most = min(state.spec.experts, state.spec.cell_bound)
+    return tails(state.reuse)[:, : most + 1]
 
 
 def _wanted(spec: Spec, seen: Glance) -> int:
@@ -674,9 +875,14 @@ def _pages_each(seen: Glance) -> float:
     return max(seen.kv_used / max(seen.running, 1), 1.0)
 
 
+def _prompt_pages(state: Watched, seen: Glance) -> int:
+    """Returns the pages of a waiting prompt."""
+    return -(-seen.waiting_tokens // (max(seen.waiting, 1) * state.division.page_tokens))
+
+
 def _is_short(state: Watched, seen: Glance) -> bool:
     """Whether pages had to leave, or a prompt waits for them and for no row."""
-    prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * state.division.page_tokens))
+    prompt = _prompt_pages(state, seen)
     needed = seen.kv_used + (prompt if _wanted(state.spec, seen) > seen.running else 0)
     return max(needed, seen.kv_used + seen.kv_swapped) > seen.kv_pages
 

@@ -4,18 +4,20 @@ residency on."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Observation, Policy, Spec
-from host_offload.control.step_record import SEEN, StepRecord
+from host_offload.control.interface import Moment, Observation, Policy, Spec
+from host_offload.control.step_record import SEEN, LinkUse, StepRecord
 from host_offload.memory.tables import Residency, cold_tables
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
+from host_offload.traces.link import LinkTrace
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceHeader
 
@@ -37,6 +39,13 @@ class Recent(Trace):
 
     def step_traces(self) -> Iterator[StepRecord]:
         return iter(self.records)
+
+    def link(self) -> Iterator[LinkTrace]:
+        """The queue is idle wherever a policy looks."""
+        layers = range(self.header.layers)
+        moments = Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN
+        for record, layer, moment in itertools.product(self.records, layers, moments):
+            yield LinkTrace(record.number, moment, layer, LinkUse())
 
 
 class Predicted(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pallas_kernels.plan.victim import victim_key
 
@@ -19,7 +20,8 @@ AGES = 1 << 24
 
 
 class Shadows(NamedTuple):
-    """Residents of L layers with E experts, under A arms with K different evictions."""
+    """Residents of L layers with E experts, under A arms with K different evictions. An arm with
+    cells of two versions has two places: A counts both."""
 
     weights: np.ndarray
     """int32[3, K, 1, 1], of pallas_kernels.plan.victim_key."""
@@ -34,14 +36,22 @@ class Shadows(NamedTuple):
     frequency: np.ndarray
     """int32[L, E]"""
     clock: int = 0
+    other: np.ndarray | None = None
+    """int64[A]: the place of the arm's other version, or its own one. An expert that is in one of
+    them is there; None: no arm has two."""
 
-    def follow(self, active: np.ndarray) -> tuple[Shadows, np.ndarray]:
+    def follow(
+        self, active: np.ndarray, filled_here: np.ndarray | None = None
+    ) -> tuple[Shadows, np.ndarray]:
         """Returns the shadows after a step, and the misses int64[A] of each arm.
 
         - `active`: bool[L, E], experts that the step routes to.
+        - `filled_here`: bool[A, L, E], experts that a miss brings in this version; None: all.
         """
         clock, resident = self.clock + 1, self.resident
-        missing = active > resident
+        missing = active > (resident if self.other is None else resident | resident[self.other])
+        if filled_here is not None:
+            missing &= filled_here
         filled, idle = missing, resident > active
         misses, held, unused = (part.sum(axis=2) for part in (missing, resident, idle))
         free = self.cells - held
@@ -69,7 +79,21 @@ class Shadows(NamedTuple):
 
     def differ(self, arm: int) -> np.ndarray:
         """Returns int64[A], the experts that each arm holds and this one does not."""
-        return (self.resident > self.resident[arm]).sum(axis=(1, 2))
+        held = self.resident[arm]
+        if self.other is not None:
+            held = held | self.resident[self.other[arm]]
+        return (self.resident > held).sum(axis=(1, 2))
+
+    def distances(self, active: np.ndarray) -> np.ndarray:
+        """Returns int64[L, E], how many of the active experts bool[L, E] were last used before so
+        many others of their layer: LRU with more cells has them. First uses do not count."""
+        layers, experts = active.shape
+        order = np.argsort(-self.last_used, axis=1, kind="stable")
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.arange(experts)[None], axis=1)
+        layer, expert = np.nonzero(active & (self.last_used > 0))
+        found = np.bincount(layer * experts + rank[layer, expert], minlength=layers * experts)
+        return found.reshape(layers, experts)
 
     def _first(self, chosen: np.ndarray, count: np.ndarray, clock: int) -> np.ndarray:
         """Returns bool[A, L, E], the first `count` [A, L] of the chosen experts in the order of
@@ -87,19 +111,19 @@ class Shadows(NamedTuple):
 
 
 def cold_shadows(
-    weights: Sequence[tuple[int, int, int]], cells: Sequence[int], experts: int
+    weights: Sequence[tuple[int, int, int]], cells: ArrayLike, experts: int
 ) -> Shadows:
     """Returns shadows without residents.
 
     - `weights`: victim weights of each arm.
-    - `cells`: of each layer.
+    - `cells`: of each layer, or int[A, L].
     """
-    different = sorted({*weights})
-    arms, layers = len(weights), len(cells)
+    different, cells = sorted({*weights}), np.array(cells, np.int64)
+    arms, layers = len(weights), cells.shape[-1]
     return Shadows(
         np.array(different, np.int32).T[:, :, None, None],
         np.array([different.index(each) for each in weights]),
-        np.tile(np.array(cells, np.int64), (arms, 1)),
+        np.array(np.broadcast_to(cells, (arms, layers))),
         np.zeros((arms, layers, experts), bool),
         np.zeros((layers, experts), np.int32),
         np.zeros((layers, experts), np.int32),

@@ -10,49 +10,104 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from host_offload.control.paging import PagedSpec
-from host_offload.simulate.auto import EVICTIONS, NAME, SPLIT, Auto
+from host_offload.policies.placement.placement_names import said
+from host_offload.policies.placement.placement_policy import PlacementPolicy
+from host_offload.simulate.auto import (
+    EVICTIONS,
+    LAYERS,
+    NAME,
+    PLACED,
+    PRECISION,
+    SPLIT,
+    Auto,
+    versions_of,
+)
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.costs.hardware import HARDWARE, hardware_of, stated_costs
 from moejax.costs.store import find_cost_model, identity
 from moejax.errors import UserError
+from moejax.start.choices import GATED
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import Cells
 
 NOTHING = "policy auto: no expert is ever evicted here, so there is nothing to choose"
-TWO = "policy auto: layers have cells of two versions, for which it has no choices"
+TWO = "policy auto: a map says in which version each expert is, so there is nothing to choose"
 PINNED = "policy auto: the eviction is given, so there is nothing to choose"
 
 
 def with_auto(plan: StartPlan) -> StartPlan:
-    """Returns the plan with the policy Auto in place of its eviction, if the options ask for it and
-    leave it something to choose; otherwise a note says why not."""
+    """Returns the plan with the policy Auto in place of what its arms decide, if the options ask
+    for it and leave it something to choose; otherwise a note says why not."""
     settings, policy = plan.settings, plan.settings.options.policy
     if policy.policy is None:
         return plan
-    pinned = policy.eviction is not None or settings.eviction != "lru"
-    if pinned or not plan.cells or min(plan.cells) >= plan.spec.experts:
+    arms, ahead = _version_arms(plan), _ahead_arms(plan)
+    pinned = policy.eviction is not None or (settings.eviction != "lru" and not ahead)
+    if pinned or not (arms or plan.cells) or min(plan.cells, default=0) >= plan.spec.experts:
         nothing = TWO if isinstance(plan.mixed, PagedSpec) else NOTHING
         notes = (*plan.budget.notes, PINNED if pinned else nothing)
         return dataclasses.replace(plan, budget=dataclasses.replace(plan.budget, notes=notes))
-    memory, arms = settings.options.memory, EVICTIONS
-    moved = any({"cells", "kv_pages"} & each.writes for each in settings.policies)
-    given = moved or policy.cells != Cells()
-    if memory.expert_budget is memory.kv_budget is None and not given:
-        arms = (*(arm + SPLIT for arm in arms), *arms)  # the first serves requests that need KV
-    if not plan.steps.config.routes_apart:
-        arms = (*arms, *settings.prefetch_arms)
+    cells = tuple(plan.cells)
+    if arms and isinstance(plan.mixed, PagedSpec):
+        cells = tuple(plan.mixed.cells[:, 0].tolist())
+    else:
+        arms = (*_eviction_arms(plan), *ahead)
     costs, source = _costs(plan)
-    auto = Auto(tuple(plan.cells), costs, _link(plan), arms, source=source)
+    auto = Auto(cells, costs, _link(plan), arms, source=source)
     if (learned := _learned(plan)) is not None and learned["arm"] in arms:
         arm, ratios = learned["arm"], (float(learned["ratios"][0]), float(learned["ratios"][1]))
         arms = (arm, *(other for other in arms if other != arm))
         auto = dataclasses.replace(auto, arms=arms, ratios=ratios, source="learned")
-    policies = (auto, *settings.policies[1:])  # the eviction is the first
-    settings = dataclasses.replace(settings, eviction=NAME, policies=policies)
-    return dataclasses.replace(plan, settings=settings)
+    if isinstance(mixed := plan.mixed, PagedSpec):
+        fill = versions_of(auto.arms[0], [*plan.spec.version_bytes])[-1]
+        mixed = dataclasses.replace(mixed, fill_version=np.full_like(mixed.fill_version, fill))
+    decided = settings.policies if ahead else (settings.policies[0], settings.precision.policy)
+    others = (each for each in settings.policies if not any(each is one for one in decided))
+    settings = dataclasses.replace(settings, eviction=NAME, policies=(auto, *others))
+    return dataclasses.replace(plan, settings=settings, mixed=mixed)
+
+
+def _eviction_arms(plan: StartPlan) -> tuple[str, ...]:
+    """Returns the evictions with what may move: the split unless a budget is given, and cells by
+    layer unless cells are."""
+    settings, memory = plan.settings, plan.settings.options.memory
+    moved = any({"cells", "kv_pages"} & each.writes for each in settings.policies)
+    if moved or settings.options.policy.cells != Cells():
+        return EVICTIONS
+    arms = EVICTIONS if settings.ahead_arms else (*EVICTIONS, f"lru{LAYERS}")
+    if memory.expert_budget is memory.kv_budget is None:
+        # The first serves requests that need KV.
+        arms = (
+            *(arm.replace("+", f"{SPLIT}+") if "+" in arm else arm + SPLIT for arm in arms),
+            *arms,
+        )
+    return arms
+
+
+def _ahead_arms(plan: StartPlan) -> tuple[str, ...]:
+    """Returns Settings.ahead_arms as the model has them, placements with all their costs."""
+    settings, spec, arms = plan.settings, plan.spec, plan.settings.ahead_arms
+    if plan.steps.config.routes_apart:
+        arms = tuple(arm for arm in arms if arm not in GATED)
+    whole = next((said(p, spec) for p in settings.policies if isinstance(p, PlacementPolicy)), "")
+    return tuple(
+        f"{arm.partition(PLACED)[0]}{PLACED}{whole}" if PLACED in arm else arm for arm in arms
+    )
+
+
+def _version_arms(plan: StartPlan) -> tuple[str, ...]:
+    """Returns what misses may bring, if experts are paged in two versions and a policy decides
+    which: the whole version, the one of fewer bits, or what the precision says."""
+    precision = plan.settings.options.policy.precision
+    if not isinstance(plan.mixed, PagedSpec) or plan.settings.precision.policy is None:
+        return ()
+    own = (f"{PRECISION}{precision}",) if isinstance(precision, str) else ()
+    return tuple(f"lru+{each}" for each in (*plan.spec.version_bytes, *own))
 
 
 def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:
@@ -60,10 +115,10 @@ def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:
 
     - `stats`: Controller.stats(); None: no policy ran.
     """
-    said = (stats or {}).get("said", {}).get(NAME)
-    if said is None or not said["step_s"]:
+    last = (stats or {}).get("said", {}).get(NAME)
+    if last is None or not last["step_s"]:
         return
-    found = {"arm": said["arm"], "ratios": said["ratios"], "of": _about(plan)}
+    found = {"arm": last["arm"], "ratios": last["ratios"], "of": _about(plan)}
     with contextlib.suppress(UserError):  # the next start learns again
         write_whole(_file(plan), json.dumps(found))
 

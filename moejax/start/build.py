@@ -398,12 +398,14 @@ def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
     precision = settings.precision.report()
     if plan.spec.resident is not None:
         precision["start"] = plan.spec.resident.start.tolist()
+    auto = next((p for p in settings.policies if isinstance(p, Auto)), None)
+    arms = auto is not None and auto.ahead  # then they are auto's
     about = {
         "model": str(options.model.model),
         "eviction": settings.eviction,
-        "prefetch": options.policy.prefetch,
-        "auto": next((p.said for p in settings.policies if isinstance(p, Auto)), None),
-        "placement": _placement(plan),
+        "prefetch": None if arms else options.policy.prefetch,
+        "auto": None if auto is None else auto.said,
+        "placement": None if arms else _placement(plan),
         "defer": 0 if plan.steps.second is None else plan.steps.second.defer,
         "placement_same_bits": plan.steps.second is None or plan.steps.second.keeps_outputs,
         "cache_aware_routing": plan.steps.cache_aware_routing,

@@ -7,13 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from host_offload.control.interface import Policy
+from host_offload.control.rules import search_of, wants_pool
 from host_offload.policies.precision.precision_names import Precision
+from host_offload.policies.recorded import RecordedPolicy
+from host_offload.simulate.auto import PLACED
 from moejax.errors import user_errors
 from moejax.start.option_values import Driver
 from moejax.start.options import Config
 
 PACKED_AS = "lossless12"
 """The version of packed resident experts, with tiers."""
+
+GATED = "fate", "mixtral-offloading"
+"""Prefetches by routers, which read what the routers read."""
+AHEAD = frozenset({"stages", "victim_weights", "prior", "execute", "load_order"})
+"""What prefetches and placements decide."""
+
+
+def _decides_more(policy: Policy) -> bool:
+    """Whether a policy decides what no prefetch or placement of auto may, or repeats a run."""
+    repeats, searches = isinstance(policy, RecordedPolicy), search_of([policy]) is not None
+    return repeats or searches or wants_pool(policy) or not policy.writes <= AHEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +72,21 @@ class Settings:
         return asked or self.options.policy.cells.split is not None
 
     @property
-    def prefetch_arms(self) -> tuple[str, ...]:
-        """The prefetches among which `policy="auto"` may choose: where the driver has their moments
-        and nothing else decides eviction or prefetch."""
+    def ahead_arms(self) -> tuple[str, ...]:
+        """The prefetches and placements among which `policy="auto"` may choose: where policies look
+        between layers and nothing else decides what moves. Those that the options name or, if they
+        name none, prefetches that need no preparation."""
         policy, driver = self.options.policy, self.options.transfer.driver.name
-        free = policy.policy == "auto" and policy.eviction is policy.prefetch is None
-        alone = len(self.policies) == 1 and len(self.precision.versions) == 1
-        return ("fate", "mixtral-offloading") if free and alone and driver == "host" else ()
+        free = policy.policy == "auto" and policy.eviction is None and driver == "host"
+        alone = len(self.precision.versions) == 1 and not policy.policies
+        if not (free and alone) or any(_decides_more(each) for each in self.policies):
+            return ()
+        prefetch, placement = policy.prefetch, self.placement
+        if prefetch is placement is None:
+            return *GATED, "layer-streaming"
+        placed = None if placement is None else f"{PLACED}{placement}"
+        named = [arm for arm in (prefetch, placed) if arm is not None]
+        return (*named, "+".join(named)) if len(named) > 1 else tuple(named)
 
     def budget_stats(self) -> dict[str, Any]:
         """The rules that divide memory between experts and KV, as plain data."""

@@ -46,9 +46,8 @@ import numpy as np
 from host_offload.control.interface import Decision, Observation, Policy
 from host_offload.control.step_record import Glance
 from host_offload.policies.eviction.eviction_names import POLICIES
-from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.simulate import auto as choices
-from host_offload.simulate.auto import SPLIT, Auto, Watched, choose_arm
+from host_offload.simulate.auto import SPLIT, Auto, Watched, choose_arm, is_ahead
 from host_offload.simulate.prediction import predict
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
@@ -155,7 +154,7 @@ def fresh(policy: Auto) -> Auto:
     """Returns the policy without what earlier runs learned."""
     order = sorted(
         policy.arms,
-        key=lambda arm: (arm in PREFETCH, SPLIT not in arm, not arm.startswith("lru"), arm),
+        key=lambda arm: (is_ahead(arm), SPLIT not in arm, not arm.startswith("lru"), arm),
     )
     return dataclasses.replace(policy, arms=tuple(order), ratios=(1.0, 1.0))
 

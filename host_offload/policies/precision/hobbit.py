@@ -36,13 +36,23 @@ class Hobbit:
         return np.full((spec.layers, spec.experts), HI, np.int8)
 
     def decide(self, state: np.ndarray, seen: Observation) -> tuple[np.ndarray, Decision]:
-        ids, weights = seen.ids[:, 0], np.asarray(seen.weights[:, 0], np.float32)
-        order = np.argsort(-weights, axis=1, kind="stable")
-        ids = np.take_along_axis(ids, order, axis=1)
-        shares = np.take_along_axis(weights, order, axis=1)
-        shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1e-9)
-        before = np.cumsum(shares, axis=1) - shares
+        (heavy,) = find_heavy(seen.ids, seen.weights, state.shape[1], self.threshold)
         state = state.copy()
-        state[seen.layer] = LO
-        state[seen.layer, ids[before <= self.threshold + 1e-6]] = HI
+        state[seen.layer] = np.where(heavy, HI, LO)
         return state, Decision(fill_version=state)
+
+
+def find_heavy(ids: np.ndarray, weights: np.ndarray, experts: int, threshold: float) -> np.ndarray:
+    """Returns bool[M, E], the experts of M layers that matter to some row (see Hobbit).
+
+    - `ids`, `weights`: [N, M, k].
+    """
+    weights = np.asarray(weights, np.float32)
+    order = np.argsort(-weights, axis=2, kind="stable")
+    ids = np.take_along_axis(ids, order, axis=2)
+    shares = np.take_along_axis(weights, order, axis=2)
+    shares /= np.maximum(shares.sum(axis=2, keepdims=True), 1e-9)
+    row, layer, place = np.nonzero(np.cumsum(shares, axis=2) - shares <= threshold + 1e-6)
+    found = np.zeros((ids.shape[1], experts), bool)
+    found[layer, ids[row, layer, place]] = True
+    return found

@@ -24,7 +24,7 @@ from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import ModelConfig
-from moejax.start.choices import PACKED_AS, Settings
+from moejax.start.choices import GATED, PACKED_AS, Settings
 from moejax.start.conflicts import Situation, refuse_conflicts
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.shapes import (
@@ -180,7 +180,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         )
     check_arithmetic(ops, formats)
     needs = TRACE_ARRAYS & {need for policy in settings.policies for need in policy.needs}
-    if settings.prefetch_arms and not config.routes_apart:
+    if {*GATED} & {*settings.ahead_arms} and not config.routes_apart:
         needs |= {"gate_input"}
     speculation = options.runtime.speculative_config
     drafts = speculation is not None

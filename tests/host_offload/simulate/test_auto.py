@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from host_offload.control.step_record import Glance
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
+from host_offload.policies.precision.hobbit import find_heavy
 from host_offload.simulate import auto
 from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
 from host_offload.simulate.shadows import cold_shadows
@@ -25,13 +28,18 @@ pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
 
 LAYERS, EXPERTS, CELLS = 2, 16, 8
 COMPUTE_S, FILL_S = 2e-2, 2e-3
-HOT, MOVED = "hot", "moved"
+HOT, MOVED, UNEVEN = "hot", "moved", "uneven"
 """Loads. `hot`: 4 experts at every third step, and between them a scan over the others, 4 a step:
-LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still keeps the hot ones."""
+LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still keeps the hot ones.
+`uneven`: the first layer uses 4 experts and the second one 12 by turns."""
 
 
 def routed(load: str, step: int) -> np.ndarray:
     """int16[2, L, 3], the experts of a step's two rows."""
+    if load == UNEVEN:
+        first = 4 * (step % 3)
+        rows = [[[i, i + 1, i + 2], [first + i, first + i + 1, first + i + 2]] for i in (0, 1)]
+        return np.array(rows, np.int16)
     if load == MOVED:
         first = 4 + 4 * (step % 2)
         rows = [[first, first + 1, first + 2], [first + 1, first + 2, first + 3]]
@@ -55,12 +63,19 @@ class World:
     running: int = 2
     glances: bool = True
     rested: int = 0
+    cells: tuple[int, ...] = (CELLS,)
+    """Of each version."""
 
     def __post_init__(self):
-        self.pager = Pager(cold_tables(np.full(LAYERS, CELLS), EXPERTS))
+        tables = cold_tables(np.tile(self.cells, (LAYERS, 1)), EXPERTS, bound=2 * EXPERTS)
+        self.pager = Pager(tables, len(self.cells))
         self.seconds, self.step, self.arms = 0.0, 0, list[str]()
-        told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000)
+        told = spec(
+            layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
+            capacity=tuple(LAYERS * n for n in self.cells) if len(self.cells) > 1 else None,
+        )  # fmt: skip
         self.state: Watched = self.policy.init(told)
+        self.weights = np.array([[[0.5, 0.3, 0.2]], [[0.6, 0.3, 0.1]]], np.float32)
 
     def run(self, load: str, steps: int) -> int:
         """Returns the misses."""
@@ -71,7 +86,8 @@ class World:
             for row in ids:
                 np.put_along_axis(active, row.astype(int), True, axis=1)
             missed = self.pager.reference(active).missing
-            self.seconds += COMPUTE_S + self.fill_s * int(missed.sum())
+            small = self.pager.tables.version[missed].sum()  # of 40 bytes instead of 100
+            self.seconds += COMPUTE_S + self.fill_s * (int(missed.sum()) - 0.6 * small)
             total += int(missed.sum())
             known = self.phase == 1, self.bucket, int(missed.sum()), self.seconds, self.step == 0
             glance = Glance(*known, lambda ids=ids: ids, 4, 40, 0, self.running, 0, 0)
@@ -85,12 +101,15 @@ class World:
                 moment=Moment.STEP_END, step=self.step, age=1, interval=0, turn=-1, layer=-1,
                 seconds=self.seconds, ids=ids, phase=np.full(2, self.phase, np.uint8),
                 missed=missed, bucket=self.bucket, compiled=self.step == 1,
+                weights=np.repeat(self.weights, LAYERS, axis=1),
                 waiting=0, waiting_tokens=0, kv_used=4, kv_swapped=0, kv_pages=40,
                 running=self.running,
             )  # fmt: skip
             self.state, decision = self.policy.decide(self.state, seen)
-            if decision.victim_weights is not None:
-                self.pager.set_tables({"victim_weights": decision.victim_weights})
+            tables = {name: getattr(decision, name) for name in ("victim_weights", "fill_version")}
+            self.pager.set_tables({k: v for k, v in tables.items() if v is not None})
+            if decision.cells is not None:
+                self.pager.regrant(decision.cells)
             self.arms.append(self.policy.arms[self.state.arm])
         return total
 
@@ -124,6 +143,33 @@ def follows_the_load() -> None:
         misses += world.run(load, steps)
         assert (world.arms[-1] == "lru") == (load == MOVED), load
     assert misses < min(fixed(arm, loads) for arm in auto.EVICTIONS)
+
+
+def layers_get_what_they_use() -> None:
+    """Where one layer uses few experts its cells go to the other one, and stay where both have
+    enough. The arm alone does so too."""
+    for arms in (("lru", "lru+layers"), ("lru+layers",)):
+        world = World(an_auto(arms=arms))
+        world.run(UNEVEN, 150)
+        assert world.arms[-1] == "lru+layers"
+        assert np.sum(world.pager.tables.cell_row >= 0, axis=1).tolist() == [4, 12]
+        assert not world.run(UNEVEN, 20)
+    world = World(an_auto(arms=("lru", "lru+layers")))
+    world.run(MOVED, 150)
+    assert world.state.switches == 0
+
+
+def brings_fewer_bits_where_it_pays() -> None:
+    """A start is exact. What changes outputs must gain a tenth of the time."""
+    arms = ("lru+dense", "lru+small")
+    for fill_s, arm in ((FILL_S, "lru+small"), (FILL_S / 12, "lru+dense")):
+        world = World(an_auto(fill_s, arms=arms), fill_s=fill_s, cells=(4, 10))
+        world.run(HOT, 7)
+        assert world.state.arm == 0
+        world.run(HOT, 200)
+        assert world.arms[-1] == arm
+        said = world.policy.stats(world.state)["step_s"]
+        assert said["lru+small"] < said["lru+dense"]
 
 
 def learns_from_times() -> None:
@@ -161,12 +207,15 @@ def looks_ahead() -> None:
 CHECKS = (
     follows_the_load,
     learns_from_times,
+    layers_get_what_they_use,
+    brings_fewer_bits_where_it_pays,
     pays_before_it_changes,
     stays_if_little_is_gained,
     looks_ahead,
 )
-MUTANTS: dict[str, tuple[str, Callable, Callable[[], None]]] = {
+MUTANTS: dict[str, tuple[str, Any, Callable[[], None]]] = {
     "correction ignored": ("correct", lambda *parts: (1.0, 1.0), learns_from_times),
+    "outputs change for any gain": ("FEWER_BITS", 0.0, brings_fewer_bits_where_it_pays),
     "hysteresis ignored": (
         "choose_arm",
         lambda prices, horizon: choose_arm(prices, horizon=10**9),
@@ -224,6 +273,25 @@ def test_shadows_choose_as_the_device(cells, rows, experts):
     fewer = shadows.regrant(np.full(LAYERS, cells - 2))
     assert (fewer.resident.sum(2) == cells - 2).all() and (fewer.resident <= held).all()
     assert (fewer.regrant(np.full(LAYERS, cells)).resident == fewer.resident).all()
+
+
+def test_the_shadows_of_two_versions_miss_what_the_device_misses():
+    """Where a miss brings what Hobbit says."""
+    policy = an_auto(arms=("lru+precision=hobbit,lo=int8", "lru+dense"))
+    world, rng = World(policy, cells=(3, 6)), np.random.default_rng(0)
+    state: Any = world.state
+    for step in range(100):
+        ids = rng.permuted(np.tile(np.arange(EXPERTS), (2, LAYERS, 1)), axis=2)[:, :, :3]
+        seen: Any = SimpleNamespace(ids=ids, weights=rng.random(ids.shape))
+        heavy = find_heavy(ids, seen.weights, EXPERTS, 0.6)
+        active = np.zeros((LAYERS, EXPERTS), bool)
+        for row in ids:
+            np.put_along_axis(active, row, True, axis=1)
+        world.pager.set_tables({"fill_version": np.where(heavy, 0, 1)})
+        missing = world.pager.reference(active).missing
+        shadows, fills = state.shadows.follow(active, policy._brings(state, seen))
+        state = state._replace(shadows=shadows)
+        assert fills[:2].tolist() == [(missing & heavy).sum(), (missing & ~heavy).sum()], step
 
 
 def test_another_load_begins_anew():

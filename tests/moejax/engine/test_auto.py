@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from host_offload.control.interface import Decision, Moment
@@ -18,8 +21,9 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
 from moejax.engine.snapshot import RoutingCounts, snapshot
 from moejax.start import auto as start
-from tests.moejax.engine.scenes import at_rest, open_llm, same_bits
+from tests.moejax.engine.scenes import EXPERTS, LAYERS, LINK, at_rest, open_llm, same_bits
 from tests.moejax.engine.test_drafts import NGRAM
+from tests.moejax.engine.test_placement import COSTS
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
@@ -55,17 +59,22 @@ class Says:
         return state, Decision(note=f"step {seen.step}")
 
 
+HOST: dict[str, Any] = {**LINK, "expert_budget": "40%", "driver": "host"}
+NAMED = {**HOST, "prefetch": "coactivation", "placement": f"hybrimoe,{COSTS},load=1ms"}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "arms"),
     [
-        {"expert_budget": "40%", "policies": [Says()]},
-        {"memory": "5MiB"},
-        {"memory": "5MiB", "max_num_seqs": 8, "speculative_config": NGRAM},
-        {"expert_budget": "40%", "driver": "host"},
+        ({"expert_budget": "40%", "policies": [Says()]}, 4),
+        ({"memory": "5MiB"}, 8),
+        ({"memory": "5MiB", "max_num_seqs": 8, "speculative_config": NGRAM}, 8),
+        ({"expert_budget": "40%", "driver": "host"}, 6),
+        (NAMED, 6),
     ],
-    ids=lambda options: " ".join(options),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
 )
-def test_no_bit_depends_on_the_choice(options, at_random, tmp_path, caplog):
+def test_no_bit_depends_on_the_choice(options, arms, at_random, tmp_path, caplog):
     caplog.set_level(logging.INFO, "moejax")
     trace = tmp_path / "t"
     record = f"{trace},arrays=gate_input" if "driver" in options else trace
@@ -74,11 +83,12 @@ def test_no_bit_depends_on_the_choice(options, at_random, tmp_path, caplog):
         compiled = len(llm.engine.runner.compiler.compiled)
         assert same_bits(run(llm, mixed_jobs()), at_rest())
         said = llm.stats()["control"]["said"]["auto"]
-        arms = 6 if "memory" in options else 5 if "driver" in options else 3
         assert said["switches"] > 2 and len(said["step_s"]) == arms
         line = f"policy auto runs {said['why']}"
         assert line in llm.explain().notes
         assert snapshot(llm.engine, RoutingCounts(llm.engine))["policy"] == line
+        if "placement" in options:
+            assert llm.stats()["placement"]["experts"] > 0
         assert llm.engine.control is not None
         router = llm.engine.control.controller.spec.router
         after = len(llm.engine.runner.compiler.compiled)
@@ -98,11 +108,42 @@ def test_no_bit_depends_on_the_choice(options, at_random, tmp_path, caplog):
         replay(read_trace(trace), policies=own, spec=told)
 
 
+def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkeypatch, tmp_path):
+    """A start is exact. Under an arm outputs are those of its version, and a trace of changes at
+    random replays."""
+    options: dict[str, Any] = {"memory": 4 << 20, "enable_prefix_caching": False}
+    paged = "dynaexq,paged=true,interval=8 steps"
+
+    def one(arms: tuple[str, ...] | None = None, **changes) -> Callable[..., Auto]:
+        def make(cells, costs, link, found, **known) -> Auto:
+            assert found == ("lru+dense", "lru+int4", f"lru+precision={paged}")
+            return Auto(cells, costs, link, arms or found, **known, **changes)
+
+        return make
+
+    low = tmp_path / "low.npy"
+    np.save(low, np.ones((LAYERS, EXPERTS), np.int8))
+    with open_llm(precision=f"map={low},paged=true", **options) as llm:
+        fixed = run(llm, mixed_jobs(), check=False)
+    for arms, wanted in ((("lru+dense",), at_rest()), (("lru+int4", "lru+dense"), fixed)):
+        monkeypatch.setattr(start, "Auto", one(arms, window=10**6))
+        with open_llm(policy="auto", precision=paged, **options) as llm:
+            assert same_bits(run(llm, mixed_jobs()), wanted)
+    assert not same_bits(fixed, at_rest())
+    monkeypatch.setattr(start, "Auto", one(window=4, forced=7))
+    trace = tmp_path / "t"
+    with open_llm(policy="auto", precision=paged, trace=trace, **options) as llm:
+        run(llm, mixed_jobs())
+        said = llm.stats()["control"]["said"]["auto"]
+    assert said["switches"] > 2 and len(said["step_s"]) == 3
+    replay(read_trace(trace))
+
+
 def test_what_is_given_is_pinned():
     for options, note in (
         ({"eviction": "lfu", "expert_budget": "40%"}, start.PINNED),
         ({"expert_budget": "100%"}, start.NOTHING),
-        ({"precision": "dynaexq,paged=true", "memory": 4 << 20}, start.TWO),
+        ({"precision": "random,paged=true", "memory": 4 << 20}, start.TWO),
     ):
         with open_llm(policy="auto", **options) as llm:
             assert note in llm.explain().notes
