@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.paging import PagedSpec
+from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.simulate.auto import (
@@ -67,25 +68,27 @@ def with_auto(plan: StartPlan) -> StartPlan:
         fill = versions_of(auto.arms[0], [*plan.spec.version_bytes])[-1]
         mixed = dataclasses.replace(mixed, fill_version=np.full_like(mixed.fill_version, fill))
     decided = settings.policies if ahead else (settings.policies[0], settings.precision.policy)
+    if auto.layered:
+        decided = (*decided, *(p for p in settings.policies if isinstance(p, LayerCells)))
     others = (each for each in settings.policies if not any(each is one for one in decided))
     settings = dataclasses.replace(settings, eviction=NAME, policies=(auto, *others))
     return dataclasses.replace(plan, settings=settings, mixed=mixed)
 
 
 def _eviction_arms(plan: StartPlan) -> tuple[str, ...]:
-    """Returns the evictions with what may move: the split unless a budget is given, and cells by
-    layer unless cells are."""
+    """Returns the evictions with what may move: the split unless a budget or `cells` are given, and
+    cells by layer if the options name them."""
     settings, memory = plan.settings, plan.settings.options.memory
-    moved = any({"cells", "kv_pages"} & each.writes for each in settings.policies)
-    if moved or settings.options.policy.cells != Cells():
+    layered = [each for each in settings.policies if isinstance(each, LayerCells)]
+    others = (each for each in settings.policies if each not in layered)
+    moved = any({"cells", "kv_pages"} & each.writes for each in others)
+    if moved or not (layered or settings.options.policy.cells == Cells()):
         return EVICTIONS
-    arms = EVICTIONS if settings.ahead_arms else (*EVICTIONS, f"lru{LAYERS}")
+    arms = (*EVICTIONS, f"lru{LAYERS}") if layered else EVICTIONS
     if memory.expert_budget is memory.kv_budget is None:
         # The first serves requests that need KV.
-        arms = (
-            *(arm.replace("+", f"{SPLIT}+") if "+" in arm else arm + SPLIT for arm in arms),
-            *arms,
-        )
+        split = (arm.removesuffix(LAYERS) + SPLIT + LAYERS * (LAYERS in arm) for arm in arms)
+        arms = (*split, *arms)
     return arms
 
 

@@ -66,9 +66,9 @@ NAMED = {**HOST, "prefetch": "coactivation", "placement": f"hybrimoe,{COSTS},loa
 @pytest.mark.parametrize(
     ("options", "arms"),
     [
-        ({"expert_budget": "40%", "policies": [Says()]}, 4),
-        ({"memory": "5MiB"}, 8),
-        ({"memory": "5MiB", "max_num_seqs": 8, "speculative_config": NGRAM}, 8),
+        ({"expert_budget": "40%", "policies": [Says()]}, 3),
+        ({"memory": "5MiB", "cells": "marginal"}, 8),
+        ({"memory": "5MiB", "max_num_seqs": 8, "speculative_config": NGRAM}, 6),
         ({"expert_budget": "40%", "driver": "host"}, 6),
         (NAMED, 6),
     ],
