@@ -16,8 +16,6 @@ typedef int32_t wi __attribute__((vector_size(MOEJAX_LANES < 8 ? 4 * MOEJAX_LANE
 typedef int16_t v16 __attribute__((vector_size(2 * MOEJAX_LANES)));
 typedef int8_t vb __attribute__((vector_size(MOEJAX_LANES)));
 
-constexpr int64_t kFew = kTokens - 1;  // tokens whose sums are open while codes pass
-
 static int64_t lanes_of(int64_t n) { return (n + kUnitLanes - 1) / kUnitLanes * kUnitLanes; }
 
 // n numbers in `quantized_size(n)` floats: their integers as bytes and words, and scale and sum of each
@@ -450,8 +448,6 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const floa
   }
 }
 
-constexpr int64_t kRowsAtOnce = 4;  // of a few tokens
-
 template <Shift how>
 void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, const float* scale,
                        const float* shift, int64_t scales_apart, const float* x_scale, const float* x_sum,
@@ -472,12 +468,14 @@ constexpr int64_t kMany = kFew + 1;  // for which a block is worth it
 
 // Lanes of kOutputs outputs for each two or four numbers of the sum, and scales and shifts of each unit,
 // `apart` from each other.
+// `next` codes and upper bits are asked for meanwhile, so many lines of each with every unit.
 struct IntegerBlock {
   const int32_t* lanes;
   const float *scale, *shift;
   int64_t apart, n, unit;
+  const uint16_t* next[2];
+  int64_t lines[2];
 };
-
 
 // T tokens of a unit, whose numbers are q: sums, of each eight outputs.
 template <class K, int T>
@@ -526,6 +524,9 @@ void multiply_block(const Integers& as, const IntegerBlock& b, const float* cons
   }
   memset(out, 0, (tokens + tokens % 2) * all * sizeof *out);
   for (int64_t u = 0; u < b.n / b.unit; u++) {
+    for (int part = 0; part < 2; part++) {
+      for (int64_t i = u * b.lines[part]; i < (u + 1) * b.lines[part]; i++) soon(b.next[part] + 32 * i);
+    }
     const int32_t* lanes = b.lanes + u * b.unit / K::depth * kOutputs;
     vw scale[2], shift[2] = {}, zeros[2];
     for (int k = 0; k < 2; k++) {
@@ -717,7 +718,8 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   };
 #ifdef __AVX2__
   if (size % 16 == 0 && high_size % 16 == 0) {
-    const bool whole = !sixteen && size % 32 == 0 && high_size % 32 == 0;
+    // Of codes of six bits, the products of 32 numbers would not fit into row_sums' words.
+    const bool whole = !sixteen && size % 32 == 0 && high_size % 32 == 0 && as.bits + as.highs != 6;
     return with_kind(as, [&](auto kind) {
       using K = decltype(kind);
       if (tokens < kMany) {
@@ -751,8 +753,14 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
           turn_scales(scale, apart, i, mine, scales + i);
           if (as.shift != Shift::None) turn_scales(shift, apart, i, mine, shifts + i);
         }
-        const IntegerBlock block = {lanes, scales, shifts, kOutputs, n, c.unit};
-        for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens) {
+        IntegerBlock block = {lanes, scales, shifts, kOutputs, n, c.unit, {}, {}};
+        if (r + kOutputs < rows) {
+          const IntegerRow next = row_at(f, record, c, as, first + r + kOutputs);
+          block.next[0] = next.codes, block.next[1] = next.highs;
+          block.lines[0] = kOutputs * size / (32 * units), block.lines[1] = kOutputs * high_size / (32 * units);
+          for (int64_t j = r + kOutputs; j < least(rows, r + 2 * kOutputs); j++) ask_for_units(f, record, c, first + j);
+        }
+        for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens, block.lines[0] = block.lines[1] = 0) {
           const int64_t count = least(kBlockTokens, tokens - t0);
           multiply_block<K>(as, block, x + t0, count, out);
           for (int64_t t = 0; t < count; t++) memcpy(y + (t0 + t) * stride + r, out + t * kOutputs * kUnitLanes, mine * sizeof *y);
@@ -772,164 +780,165 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
 // ---- down^T: lanes are columns
 
 #ifdef __AVX2__
-// Two rows of 16 elements: in lanes of 16 bits the first row's lower byte and the second one's, and
-// their upper ones.
-INLINE void pair_rows(const uint16_t* rows, int64_t apart, v32& lower, v32& upper) {
-  const v32 one = load<v32>(rows), other = load<v32>(rows + apart), low = _mm256_set1_epi16(0xff);
-  lower = _mm256_or_si256(_mm256_and_si256(one, low), _mm256_slli_epi16(other, 8));
-  upper = _mm256_or_si256(_mm256_srli_epi16(one, 8), _mm256_andnot_si256(low, other));
+// Whether bands of `step` rows end with their planes, of codes and of upper bits.
+bool whole_bands(const Format& f, const Integers& as, int64_t step) {
+  const int64_t part = step * (16 / as.bits), high_part = as.highs ? step * (16 / as.highs) : 1;
+  return f.width % part == 0 && f.width % high_part == 0;
 }
 
 // Sums of products of `step` rows of each plane, 16 or 32, and n columns, a multiple of 16: to
-// out[t · planes + p] for T tokens. What lies `ahead` of rows, and of their upper bits, is asked for
-// meanwhile; no upper bits: 0.
+// out[t · planes + p] for T tokens. R rows pass at once, as many as the first cache has ways, with the
+// sums of 16 or 32 columns in registers. What lies `ahead` of rows, and of their upper bits (no upper
+// bits: 0), is asked for meanwhile, row by row: column by column took up to twice the time.
 template <class K, int T>
-void band_sums(const Integers& as, DownRows rows, const Place& place, int64_t step, int64_t n, int64_t ahead,
+void band_sums(const Integers& as, const DownRows& rows, const Place& place, int64_t step, int64_t n, int64_t ahead,
                int64_t highs_ahead, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
-  constexpr int P = K::planes, R = 8;                 // rows at once: as many as the first cache has ways
-  constexpr int most = K::sums ? K::sums : 1;         // products of pairs that fit into words
-  alignas(32) v32 factors[16][T][P];                  // of each two rows
-  alignas(32) v32 sums[T][P][kIntegerColumns / 16][2] = {};
-  alignas(32) v32 kept[T][P][kIntegerColumns / 16];   // words that are not full yet
-  for (int64_t i = 0; i < step / 2; i++) {
+  constexpr int P = K::planes, F = K::fields, R = 8;  // a vector has planes f and f + F side by side, or words of f
+  constexpr int most = K::sums ? K::sums : 1;   // products of pairs that fit into words
+  alignas(32) v32 factors[16][T][F];            // of each two rows
+  for (int64_t j = 0; j < step / 2; j++) {
     for (int t = 0; t < T; t++) {
-      for (int p = 0; p < P; p++) {
-        const int64_t at = p * size + row + 2 * i;
-        if (K::words) factors[i][t][p] = _mm256_set1_epi32(load<int32_t>(h[t].words + at));
-        else factors[i][t][p] = _mm256_set1_epi16(load<int16_t>(h[t].q + at));
+      for (int f = 0; f < F; f++) {
+        const int64_t at = f * size + row + 2 * j;
+        if (K::words) {
+          factors[j][t][f] = _mm256_set1_epi32(load<int32_t>(h[t].words + at));
+        } else {
+          const uint32_t low = load<uint16_t>(h[t].q + at), high = load<uint16_t>(h[t].q + at + F * size);
+          factors[j][t][f] = _mm256_set1_epi32((int)(low | high << 16));
+        }
       }
     }
   }
   const v32 table = listed(as);
-  for (int64_t i = 0; i < step; i += R, rows.codes += R * rows.apart, rows.highs += R * rows.apart) {
-    const auto* by = factors + i / 2;
-    const bool begins = i % (2 * most) == 0, ends = (i + R) % (2 * most) == 0;
-    for (int64_t at = 0; at < n; at += 16) {
-      const int64_t place_of = at / 16;
-      for (int64_t k = 0; at % 32 == 0 && k < R; k++) {
-        soon(rows.codes + ahead + k * rows.apart + at);
-        if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + k * rows.apart + at);
-      }
-      if constexpr (K::words) {
-        v32 open[T][P][2];
-#pragma GCC unroll 3
-        for (int t = 0; t < T; t++) {
-          for (int p = 0; p < P; p++) open[t][p][0] = sums[t][p][place_of][0], open[t][p][1] = sums[t][p][place_of][1];
-        }
+  int64_t group = 0;
+  const int64_t lines = n / 32;
+  int64_t asked = 0, next = 0;  // lines of a row; elements
+  const auto block = [&](int64_t at, auto columns) {
+    constexpr int C = decltype(columns)::value;
+    v32 sums[T][C][2][F][2];
+    const bool again = group, last = group + R == step;
 #pragma GCC unroll 4
-        for (int j = 0; j < R / 2; j++) {
-          const v32 one = load<v32>(rows.codes + 2 * j * rows.apart + at);
-          const v32 other = load<v32>(rows.codes + (2 * j + 1) * rows.apart + at);
-          const v32 both[] = {_mm256_unpacklo_epi16(one, other), _mm256_unpackhi_epi16(one, other)};
+    for (int first = 0; first < R / 2; first += K::words || most > R / 2 ? R / 2 : most) {
+      v32 open[T][C][2][F] = {};
+#pragma GCC unroll 8
+      for (int i = first; i < R / 2 && (K::words || i < first + most); i++) {
+        const int64_t j = group / 2 + i;
+        const uint16_t* one = rows.codes + 2 * j * rows.apart + at;
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++, next += 32) {
+          if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
+          soon(rows.codes + ahead + next);
+          if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next);
+        }
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++) {
+          const v32 a = load<v32>(one + 16 * c), b = load<v32>(one + rows.apart + 16 * c);
+          v32 both[2], highs[2] = {};
+          if (K::words) both[0] = _mm256_unpacklo_epi16(a, b), both[1] = _mm256_unpackhi_epi16(a, b);
+          else both[0] = _mm256_unpacklo_epi8(a, b), both[1] = _mm256_unpackhi_epi8(a, b);
+          if (K::highs) {
+            const uint16_t* upper = rows.highs + 2 * j * rows.apart + at + 16 * c;
+            const v32 of_a = load<v32>(upper), of_b = load<v32>(upper + rows.apart);
+            highs[0] = _mm256_unpacklo_epi8(of_a, of_b), highs[1] = _mm256_unpackhi_epi8(of_a, of_b);
+          }
 #pragma GCC unroll 2
           for (int k = 0; k < 2; k++) {
-            v32 codes[P];
-            fields_of<K>(both[k], v32{}, place, table, codes);
-#pragma GCC unroll 3
-            for (int t = 0; t < T; t++) {
-#pragma GCC unroll 2
-              for (int p = 0; p < P; p++) open[t][p][k] = add_products<K>(open[t][p][k], codes[p], by[j][t][p]);
-            }
-          }
-        }
-#pragma GCC unroll 3
-        for (int t = 0; t < T; t++) {
-          for (int p = 0; p < P; p++) sums[t][p][place_of][0] = open[t][p][0], sums[t][p][place_of][1] = open[t][p][1];
-        }
-      } else {
-        v32 open[T][P];
-#pragma GCC unroll 3
-        for (int t = 0; t < T; t++) {
-#pragma GCC unroll 8
-          for (int p = 0; p < P; p++) open[t][p] = begins ? v32{} : kept[t][p][place_of];
-        }
-        const auto close = [&] {  // to those of even columns and of odd ones
-#pragma GCC unroll 3
-          for (int t = 0; t < T; t++) {
-#pragma GCC unroll 8
-            for (int p = 0; p < P; p++) {
-              v32(&mine)[2] = sums[t][p][place_of];
-              mine[0] = _mm256_add_epi32(mine[0], _mm256_madd_epi16(open[t][p], _mm256_set1_epi32(1)));
-              mine[1] = _mm256_add_epi32(mine[1], _mm256_srai_epi32(open[t][p], 16));
-              open[t][p] = v32{};
-            }
-          }
-        };
+            v32 codes[F];
+            fields_of<K>(both[k], highs[k], place, table, codes);
 #pragma GCC unroll 4
-        for (int j = 0; j < R / 2; j++) {
-          v32 bytes[2], highs[2] = {}, codes[P];
-          pair_rows(rows.codes + 2 * j * rows.apart + at, rows.apart, bytes[0], bytes[1]);
-          if (K::highs) pair_rows(rows.highs + 2 * j * rows.apart + at, rows.apart, highs[0], highs[1]);
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; half++) fields_of<K>(bytes[half], highs[half], place, table, codes + half * K::fields);
-#pragma GCC unroll 8
-          for (int p = 0; p < P; p++) {
-            const v32 positive = K::sums ? codes[p] : _mm256_abs_epi8(codes[p]);
+            for (int f = 0; f < F; f++) {
+              const v32 positive = K::words || K::sums ? codes[f] : _mm256_abs_epi8(codes[f]);
 #pragma GCC unroll 3
-            for (int t = 0; t < T; t++) {
-              const v32 q = K::sums ? by[j][t][p] : _mm256_sign_epi8(by[j][t][p], codes[p]);
-              open[t][p] = _mm256_add_epi16(open[t][p], _mm256_maddubs_epi16(positive, q));
+              for (int t = 0; t < T; t++) {
+                const v32 by = factors[j][t][f];
+                v32& mine = open[t][c][k][f];
+                if (K::words) mine = add_products<K>(mine, codes[f], by);
+                else if (K::sums) mine = _mm256_add_epi16(mine, _mm256_maddubs_epi16(positive, by));
+                else mine = _mm256_add_epi16(mine, _mm256_maddubs_epi16(positive, _mm256_sign_epi8(by, codes[f])));
+              }
             }
           }
-          if (most < R / 2 && j % most == most - 1) close();
         }
-        if (most < R / 2) continue;
-        if (ends) {
-          close();
-          continue;
-        }
+      }
 #pragma GCC unroll 3
-        for (int t = 0; t < T; t++) {
-#pragma GCC unroll 8
-          for (int p = 0; p < P; p++) kept[t][p][place_of] = open[t][p];
+      for (int t = 0; t < T; t++) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++) {
+#pragma GCC unroll 2
+          for (int k = 0; k < 2; k++) {
+#pragma GCC unroll 4
+            for (int f = 0; f < F; f++) {
+              const v32 mine = open[t][c][k][f];
+              v32(&sum)[2] = sums[t][c][k][f];
+              if (K::words) {
+                sum[0] = mine;
+                continue;
+              }
+              const v32 lower = _mm256_madd_epi16(mine, _mm256_set1_epi32(1)), upper = _mm256_srai_epi32(mine, 16);
+              sum[0] = first ? _mm256_add_epi32(sum[0], lower) : lower;
+              sum[1] = first ? _mm256_add_epi32(sum[1], upper) : upper;
+            }
+          }
         }
       }
     }
-  }
-  for (int j = 0; j < T * P; j++) {
-    for (int64_t at = 0; at < n; at += 16) {
-      const v32* mine = sums[j / P][j % P][at / 16];
-      v32 found[] = {mine[0], mine[1]};
-      if (!K::words) found[0] = _mm256_unpacklo_epi32(mine[0], mine[1]), found[1] = _mm256_unpackhi_epi32(mine[0], mine[1]);
-      in_order(found);
-      store(out[j] + at, found[0]), store(out[j] + at + 8, found[1]);
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) {
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+          int32_t* mine = out[t * P + p] + at + 16 * c;
+          v32 found[] = {sums[t][c][0][p % F][p / F], sums[t][c][1][p % F][p / F]};
+          for (int k = 0; again && k < 2; k++) found[k] = _mm256_add_epi32(found[k], load<v32>(mine + 8 * k));
+          if (last) in_order(found);
+          store(mine, found[0]), store(mine + 8, found[1]);
+        }
+      }
     }
+  };
+  for (; group < step; group += R) {
+    int64_t at = 0;
+    if constexpr (T * F == 2 && !K::highs) {
+      for (; at + 32 <= n; at += 32) block(at, Constant<int, 2>());
+    }
+    for (; at < n; at += 16) block(at, Constant<int, 1>());
   }
 }
 #endif
 
-// Sums of products for each `step` rows and each of n columns, to out[t][row / step][column], `room`
-// apart.
+// Sums of products for each `step` rows and each of n columns, of rows `first` and each `every` further
+// ones, counted in steps: to out[t][number][column], `room` apart.
 void column_sums(const Format& f, const uint16_t* record, const Integers& as, int64_t column, int64_t n, int64_t step,
-                 const float* const* h, int64_t tokens, int64_t room, int32_t* out) {
+                 int64_t first, int64_t every, const float* const* h, int64_t tokens, int64_t room, int32_t* out) {
   const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1, apart = f.hidden;
   const Coding& c = f.matrix[DOWN];
   const int64_t width = f.width, size = (width + planes - 1) / planes, high_size = (width + high_planes - 1) / high_planes;
-  const int64_t steps = width / step;
+  const int64_t steps = width / step / every;
   const uint16_t *codes = record + c.codes * apart + column, *highs = record + c.highs * apart + column;
   int64_t done = 0;  // columns
 #ifdef __AVX2__
-  const bool whole = width % planes == 0 && size % step == 0, high = width % high_planes == 0 && high_size % step == 0;
-  if (whole && (!as.highs || high)) {
+  if (whole_bands(f, as, step)) {
     done = n / 16 * 16;
+    static_assert(kFew == 3);
     const Quantized to[kFew] = {{h[0], width}, {h[least(1, tokens - 1)], width}, {h[tokens - 1], width}};
-    // Behind a block's last rows come the first ones of the block beside it.
-    const auto ahead = [&](int64_t row, int64_t all) {
-      return row + step < all ? step * apart : n - row * apart;
-    };
     with_kind(as, [&](auto kind) {
       using K = decltype(kind);
       chosen<1, kFew>(tokens, [&](auto some) {
-        for (int64_t row = 0; row < size; row += step) {
+        for (int64_t row = first * step; row < size; row += every * step) {
           int32_t* own[kFew * K::planes];
           for (int64_t j = 0; j < tokens * planes; j++) {
-            own[j] = out + (j / planes * steps + (j % planes * size + row) / step) * room;
+            own[j] = out + (j / planes * steps + (j % planes * size + row) / step / every) * room;
           }
+          // The next rows: of these, of the next call, or of the block of columns beside this one.
+          const int64_t later = row + every * step < size ? row + every * step : first + 1 < every ? (first + 1) * step : -1;
           const int64_t high_row = as.highs ? row % high_size : 0;
+          const int64_t ahead = later < 0 ? n - row * apart : (later - row) * apart;
+          int64_t highs_ahead = 0;
+          if (as.highs) highs_ahead = later < 0 ? n - high_row * apart : (later % high_size - high_row) * apart;
           const Place place(as.highs, as.highs ? row / high_size : 0);
           const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
-          const int64_t highs_ahead = as.highs && row < high_size ? ahead(high_row, high_size) : 0;
-          band_sums<K, decltype(some)::value>(as, rows, place, step, done, ahead(row, size), highs_ahead, to, row, size, own);
+          band_sums<K, decltype(some)::value>(as, rows, place, step, done, ahead, highs_ahead, to, row, size, own);
         }
       });
     });
@@ -939,11 +948,12 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
   uint8_t bytes[kIntegerColumns];
   for (int64_t j = 0; j < tokens * steps; j++) memset(out + j * room + done, 0, (n - done) * sizeof *out);
   for (int64_t r = 0; r < width; r++) {
+    if (r / step % every != first) continue;
     bytes_of(as, codes + r % size * apart + done, r / size, n - done, bytes);
     if (as.highs) add_highs(as, highs + r % high_size * apart + done, r / high_size, n - done, bytes);
     for (int64_t t = 0; t < tokens; t++) {
       const int32_t q = Quantized(h[t], width).q[r];
-      int32_t* mine = out + (t * steps + r / step) * room + done;
+      int32_t* mine = out + (t * steps + r / step / every) * room + done;
       if (as.negative) {
         for (int64_t i = 0; i < n - done; i++) mine[i] += (int8_t)bytes[i] * q;
       } else {
@@ -953,15 +963,19 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
   }
 }
 
-// Asks for down's scales of n columns, and for what groups have beside them: their lines lie rows apart,
-// where no processor looks ahead.
-void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int64_t n) {
+// Asks for down's scales of n columns and of units `first` and each `every` further ones, and for what
+// groups have beside them: their lines lie rows apart, where no processor looks ahead.
+void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int64_t n, int64_t first, int64_t every) {
   const Coding& c = f.matrix[DOWN];
   if (c.across > 1) return;
   each_scale(c, [&](int64_t part, int64_t size, int64_t share) {
-    const char* first = (const char*)(record + part * f.hidden) + column * size;
-    for (int64_t row = 0; row < f.width; row += c.group * share, first += f.hidden * size) {
-      for (int64_t i = 0; i < n * size; i += 64) soon((const uint16_t*)(first + i));
+    int64_t last = -1;
+    for (int64_t u = first; u < f.width / c.unit; u += every) {
+      const int64_t line = u * c.unit / c.group / share;
+      if (line == last) continue;
+      last = line;
+      const char* mine = (const char*)(record + part * f.hidden) + (line * f.hidden + column) * size;
+      for (int64_t i = 0; i < n * size; i += 64) soon((const uint16_t*)(mine + i));
     }
   });
 }
@@ -995,18 +1009,29 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
   memset(scratch, 0, (2 + tokens * kUnitLanes) * room * sizeof *scratch);
   const auto add = as.shift == Shift::None ? add_unit<Shift::None>
                    : as.shift == Shift::Zero ? add_unit<Shift::Zero> : add_unit<Shift::Minimum>;
-  ask_for_scales(f, record, column, n);
-  column_sums(f, record, as, column, n, step, h, tokens, room, sums);
-  for (int64_t u = 0; u < units; u++) {
-    if (u * c.unit % c.group == 0) {
-      column_scales(f, record, u * c.unit / c.group, column, n, scale, shift);
-      times_factor(as, n, scale);
-    }
-    for (int64_t t = 0; t < tokens; t++) {
-      const Quantized to(h[t], f.width);
-      const int32_t* mine = sums + (t * units + u) * twice * room;
-      add(mine, twice == 2 ? mine + room : nullptr, as.zero, scale, shift, to.scale[c.unit == 16][u],
-          to.sum[c.unit == 16][u], room, lanes + (t * kUnitLanes + u % kUnitLanes) * room);
+  int64_t every = 1;
+#ifdef __AVX2__
+  // Where all planes' units of a band have one lane, that lane's are summed at once: sums of all units of
+  // so many columns would not stay near.
+  if (twice == 1 && whole_bands(f, as, step) && units / planes % kUnitLanes == 0) every = kUnitLanes;
+#endif
+  int64_t known = -1;  // group
+  for (int64_t first = 0; first < every; first++) {
+    if (!first) ask_for_scales(f, record, column, n, first, every);
+    if (first + 1 < every) ask_for_scales(f, record, column, n, first + 1, every);
+    column_sums(f, record, as, column, n, step, first, every, h, tokens, room, sums);
+    for (int64_t u = first; u < units; u += every) {
+      if (const int64_t group = u * c.unit / c.group; group != known) {
+        column_scales(f, record, group, column, n, scale, shift);
+        times_factor(as, n, scale);
+        known = group;
+      }
+      for (int64_t t = 0; t < tokens; t++) {
+        const Quantized to(h[t], f.width);
+        const int32_t* mine = sums + (t * (units / every) + u / every) * twice * room;
+        add(mine, twice == 2 ? mine + room : nullptr, as.zero, scale, shift, to.scale[c.unit == 16][u],
+            to.sum[c.unit == 16][u], room, lanes + (t * kUnitLanes + u % kUnitLanes) * room);
+      }
     }
   }
   for (int64_t t = 0; t < tokens; t++) {
@@ -1060,7 +1085,7 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
       }
       for (int64_t k = 0; k < blocks; k++) {
         const int64_t mine = at + k * kOutputs;
-        const IntegerBlock block = {lanes + k * size_of_block, scales + mine, shifts + mine, n, width, c.unit};
+        const IntegerBlock block = {lanes + k * size_of_block, scales + mine, shifts + mine, n, width, c.unit, {}, {}};
         for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens) {
           const int64_t count = least(kBlockTokens, tokens - t0);
           multiply_block<K>(as, block, h + t0, count, out);

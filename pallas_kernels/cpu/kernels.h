@@ -79,21 +79,27 @@ constexpr int64_t kIntegerTokens = 64;  // of one call of `integer_columns`, at 
 static inline int64_t quantized_size(int64_t n) {
   return 3 * n / 4 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8);
 }
+constexpr int64_t kFew = kTokens - 1;   // tokens whose sums are open while codes pass
+constexpr int64_t kRowsAtOnce = 4;      // of gate and up, whose sums are open then
 constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
 // Products of many tokens: outputs of a block, blocks made at once, and tokens whose sums are open.
 constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t block = kOutputs * (hidden / 2 + 2 * units);
-  const int64_t rows = tokens < kTokens ? 4 : 1;  // whose sums are open
-  return (34 + rows * tokens) * units + hidden + (tokens < kTokens ? 0 : block + open);
+  const int64_t rows = tokens > kFew ? 1 : kRowsAtOnce;
+  return (34 + rows * tokens) * units + hidden + (tokens > kFew ? block + open : 0);
 }
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
-  const int64_t few = tokens < kTokens ? tokens : kTokens, open = kBlockTokens * kOutputs * kUnitLanes;
+  const int64_t few = tokens > kFew ? kFew : tokens, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t blocks = kBlocks * (kOutputs * width / 2 + 48);
-  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + (tokens < kTokens ? 0 : blocks + open);
+  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open : 0);
 }
-constexpr int64_t kIntegerColumns = 256;  // of one call of `integer_columns`, as ops make it
+
+// Columns of one call of `integer_columns`, as ops make it: few tokens read long streams, and the sums of
+// many stay in the second cache.
+constexpr int64_t kIntegerColumns = 1024;  // at most
+static inline int64_t integer_columns_of(int64_t tokens) { return tokens > kFew ? 256 : kIntegerColumns; }
 
 constexpr int64_t kSpan = 64;  // tokens that attention reduces at once, ascending (contract 1b)
 

@@ -253,8 +253,8 @@ void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums
 void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
   const int64_t size = quantized_size(c.width);
-  const int64_t most = std::min(kIntegerTokens, e.tokens);
-  Buffer<float> quantized(most * size), scratch(integer_columns_scratch(c.width, kIntegerColumns, most));
+  const int64_t most = std::min(kIntegerTokens, e.tokens), columns = integer_columns_of(most);
+  Buffer<float> quantized(most * size), scratch(integer_columns_scratch(c.width, columns, most));
   for (int64_t t0 = 0; t0 < e.tokens; t0 += most) {
     const int64_t tokens = std::min(most, e.tokens - t0);
     const float* h[kIntegerTokens];
@@ -262,8 +262,8 @@ void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t 
       work.k.quantize(work.h + (e.first + t0 + t) * work.h_width, c.width, &quantized[t * size]);
       h[t] = &quantized[t * size];
     }
-    for (int64_t at = first; at < first + count; at += kIntegerColumns) {
-      const int64_t n = std::min(kIntegerColumns, first + count - at);
+    for (int64_t at = first; at < first + count; at += columns) {
+      const int64_t n = std::min(columns, first + count - at);
       float* y[kIntegerTokens];
       for (int64_t t = 0; t < tokens; t++) y[t] = c.y + work.pairs[e.first + t0 + t] * c.records.hidden + at;
       work.k.integer_columns(*e.format, e.record, at, n, h, tokens, y, scratch.get());
