@@ -673,6 +673,37 @@ __attribute__((noinline)) void singles(const Coding& c, Type type, Elements e, i
   }
 }
 
+// Whole vectors of the same as float32, also where they are rounded to float16. scales(at): of L weights,
+// with their zeros or minimums.
+template <Codes kind, int plane, class Scales>
+INLINE int64_t floats_of(const Coding& c, Type type, Elements e, int64_t n, Scales scales, float* out) {
+  typedef uint16_t elements __attribute__((vector_size(2 * MOEJAX_LANES)));
+  constexpr int bits = bits_of(kind), more = highs_of(kind);
+  int64_t at = 0;
+  for (; at + L <= n; at += L) {
+    vu lanes = __builtin_convertvector(load<elements>(e.codes + at), vu), highs = {};
+    if (kPlaneAtRunTime) lanes = lanes >> (uint32_t)(bits * e.plane);
+    if constexpr (more > 0) {
+      highs = __builtin_convertvector(load<elements>(e.highs + at), vu) >> (uint32_t)(more * e.high_plane);
+      highs = (highs & ((1u << more) - 1)) << bits;
+    }
+    const Scale by = scales(at);
+    vf weights = scaled_of<kind>(values_of<kind, bits * plane>(lanes, highs), by.large, by.zero);
+    if (c.product == Rounding::F16) weights = through_f16(weights);
+    if (c.product == Rounding::BF16) weights = as_float(upper_bf16(weights));
+    if (type == Type::F16) weights = through_f16(weights);
+    store(out + at, weights);
+  }
+  return at;
+}
+
+template <Codes kind, class Scales>
+INLINE int64_t floats(const Coding& c, Type type, Elements e, int64_t n, Scales scales, float* out) {
+  return chosen<0, kPlaneAtRunTime ? 0 : 16 / bits_of(kind) - 1>(e.plane, [=, &c](auto p) {
+    return floats_of<kind, p.value>(c, type, e, n, scales, out);
+  });
+}
+
 #if defined(__AVX2__) && MOEJAX_LANES == 8
 // The 16 weights that a scale gives, as tables of their lower and their upper bytes for VPSHUFB.
 struct Table {
@@ -831,6 +862,10 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
       if (f.type == Type::BF16) {
         uint16_t* to = (uint16_t*)out + place + i;
         i += group_of<kind>(c, e.from(i), last - i, scale[g], shift[g], to);
+      } else {
+        const Scale same = {splat(scale[g]), shift_of(kind) == Shift::None ? vf{} : splat(shift[g])};
+        const auto scales = [same](int64_t) { return same; };
+        i += floats<kind>(c, f.type, e.from(i), last - i, scales, (float*)out + place + i);
       }
       if (i < last) {
         singles<kind>(c, f.type, e.from(i), last - i, scale + g, shift + g, 0, out, place + i);
@@ -890,9 +925,15 @@ void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t f
     at = pairs<kind>(c, e, count, scales, (uint16_t*)out);
   }
 #endif
+  if (f.type != Type::BF16) {
+    const auto scales = [=](int64_t i) -> Scale {
+      return {load<vf>(scale + i), shift_of(kind) == Shift::None ? vf{} : load<vf>(scale + padded(count) + i)};
+    };
+    at = floats<kind>(c, f.type, e, count, scales, (float*)out);
+  }
   // The columns behind whole vectors: see down_scales.
-  const float* rest = scale + 2 * at;
-  const float* shift = f.type == Type::BF16 ? rest + 2 * L : scale + padded(count);
+  const float* rest = scale + (f.type == Type::BF16 ? 2 * at : at);
+  const float* shift = rest + (f.type == Type::BF16 ? 2 * L : padded(count));
   singles<kind>(c, f.type, e.from(at), count - at, rest, shift, 1, out, at);
 }
 

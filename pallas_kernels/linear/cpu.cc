@@ -8,6 +8,8 @@ namespace {
 
 constexpr int64_t kMost = 128;         // tokens at once
 constexpr int64_t kRowsOfX = 16;       // of a task
+constexpr int64_t kIntegerRows = 96;   // of a task that multiplies codes: the next ones are asked for within it
+constexpr int64_t kDecoded = 16;       // rows of codes decoded at once for few tokens
 
 // Elements `place` and on of weights, widened into `wide` where kernels do not take them as they are.
 const void* row_at(const Kernels& k, const Product& p, int64_t place, int64_t n, float* wide) {
@@ -79,18 +81,23 @@ void block_of_codes(const Kernels& k, const Product& p, const CodedRows& part, c
                         }
                       });
   }
-  const void* w[kMostRows];
-  Buffer<char> decoded(row_of(part.format, part.record, UP, first) ? 0 : rows * p.inputs * size);
-  for (int64_t r = 0; r < rows; r++) {
-    w[r] = row_of(part.format, part.record, UP, first + r);
-    if (w[r]) continue;
-    char* place = decoded.get() + r * p.inputs * size;
-    k.decode(part.format, part.record, UP, first + r, 0, p.inputs, nullptr, place);
-    w[r] = place;
+  // Of few tokens, a few rows at once: what was decoded stays near.
+  const int64_t most = p.tokens <= k.few(kind_of(p.type)) ? kDecoded : rows;
+  Buffer<char> decoded(most * p.inputs * size);
+  for (int64_t done = 0; done < rows; done += most) {
+    const int64_t mine = std::min(most, rows - done);
+    const void* w[kMostRows];
+    for (int64_t r = 0; r < mine; r++) {
+      w[r] = row_of(part.format, part.record, UP, first + done + r);
+      if (w[r]) continue;
+      char* place = decoded.get() + r * p.inputs * size;
+      k.decode(part.format, part.record, UP, first + done + r, 0, p.inputs, nullptr, place);
+      w[r] = place;
+    }
+    outputs_of(k, p, x, width, output + done, mine, [&](const float* const* operands, int64_t tokens, float* y) {
+      k.dots_of_many(kind_of(p.type), w, mine, operands, tokens, p.inputs, y, kMostRows, nullptr);
+    });
   }
-  outputs_of(k, p, x, width, output, rows, [&](const float* const* operands, int64_t tokens, float* y) {
-    k.dots_of_many(kind_of(p.type), w, rows, operands, tokens, p.inputs, y, kMostRows, nullptr);
-  });
 }
 
 // Tokens [first, last), at most kTokens, of a product with w [inputs, outputs].
@@ -156,7 +163,7 @@ void multiply(Pool& pool, const Kernels& k, const std::vector<Product>& products
 }
 
 void multiply_codes(Pool& pool, const Kernels& k, const Product& p, const std::vector<CodedRows>& w) {
-  const int64_t width = apart(p.inputs), step = k.rows_of_task(kind_of(p.type));
+  const int64_t width = apart(p.inputs);
   bool units = false, floats = false;
   for (const CodedRows& part : w) (part.format.matrix[UP].unit ? units : floats) = true;
   const int64_t whole_width = units ? quantized_size(p.inputs) : 0;
@@ -178,6 +185,7 @@ void multiply_codes(Pool& pool, const Kernels& k, const Product& p, const std::v
   std::vector<Task> tasks;
   int64_t output = 0;
   for (const CodedRows& part : w) {
+    const int64_t step = part.format.matrix[UP].unit ? kIntegerRows : k.rows_of_task(kind_of(p.type));
     for (int64_t first = 0; p.tokens && first < part.format.width; first += step) {
       tasks.push_back({&part, first, std::min(first + step, part.format.width), output + first});
     }

@@ -35,23 +35,24 @@ def weights(version: str, dtype: str) -> CodedWeights:
     return CodedWeights(jnp.asarray(elements), placed)
 
 
+SLOW = ("q6_k", "q4_k", "q4_1", "q5_0")
+"""q6_k and q4_k are beside each other one, and q5_1 has the parts of the last two."""
+
+
 @pytest.mark.parametrize(
-    "version",
+    ("version", "dtype"),
     [
-        # q6_k and q4_k are beside each other one, and q5_1 has the parts of the last two.
-        pytest.param(v, marks=[pytest.mark.slow] * (v in ("q6_k", "q4_k", "q4_1", "q5_0")))
-        for v in FORMATS
+        *(pytest.param(v, "bfloat16", marks=[pytest.mark.slow] * (v in SLOW)) for v in FORMATS),
+        *(pytest.param(v, "float32", marks=[pytest.mark.nightly] * (v != "q5_k")) for v in FORMATS),
     ],
 )
-def test_codes_give_the_bits_of_decoded_weights(version):
-    coded = weights(version, "bfloat16")
-    assert coded.shape == (2, 70, INPUTS) and coded.dtype == jnp.bfloat16
+def test_codes_give_the_bits_of_decoded_weights(version, dtype):
+    coded = weights(version, dtype)
+    assert coded.shape == (2, 70, INPUTS) and coded.dtype == dtype
     decode = jax.jit(CodedWeights.decode, compiler_options=contract.QUICKLY)
     plain, options = decode(coded), LinearOptions(implementation="cpu")
     random = np.random.default_rng(1)
-    bias, x = (
-        random.standard_normal(shape).astype(jnp.bfloat16) for shape in ((2, 70), (130, INPUTS))
-    )
+    bias, x = (random.standard_normal(shape).astype(dtype) for shape in ((2, 70), (130, INPUTS)))
     run = jax.jit(lambda *given: linear(*given, options, out_dtype=jnp.float32))
     for layer in range(2):
         wanted = np.asarray(run(x, plain, layer, bias))
