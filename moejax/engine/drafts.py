@@ -9,6 +9,7 @@ equals these tokens; a rejected row's keys are overwritten before any row reads 
 from __future__ import annotations
 
 import abc
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from host_offload.control.interface import Costs
 from moejax.engine.draft_length import Acceptance, DraftLength
 from moejax.engine.step_work import Guess, ScheduledWork, Step
 from moejax.requests.request import Request
+
+log = logging.getLogger("moejax")
 
 
 def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
@@ -149,8 +152,10 @@ class Drafts(abc.ABC):
         choice = self._last = self._choice(requests)
         choice.most = max((rows - requests) // requests, 1)
         # Others were dispatched before a change.
-        if seconds is not None and work.drafting == choice.now:
+        if seconds is not None and (length := work.drafting) == choice.now:
             choice.add(1 + accepted / requests, seconds, len(work.drafts) / requests)
+            if choice.now != length:
+                log.debug("%s", self.why())
 
     def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
         """Returns Acceptance.add of a draft that was not verified, by the tokens that came without;

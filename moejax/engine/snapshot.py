@@ -77,6 +77,12 @@ def describe(engine: Engine) -> dict[str, Any]:
     }
 
 
+def choices_of(engine: Engine) -> list[str]:
+    """Returns what `policy="auto"` runs, how long adaptive drafts are, and why, a line each."""
+    drafts = None if engine.drafts is None else engine.drafts.why()
+    return [why for why in (describe_choice(engine.control), drafts) if why]
+
+
 def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
     """Returns what changes. Call it between two steps; it waits for the device.
 
@@ -85,7 +91,7 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
     - `resident`: for each layer × E + expert, 1 + the version that is in a cell, else 0.
     - `chosen`: for each layer × E + expert, the tokens that chose it since the start.
     - `time`: when it was taken, in seconds.
-    - `policy`: what `policy="auto"` runs and why, else null.
+    - `policy`: choices_of, null without any.
     - Counters since the start, times in seconds, and what waits and runs.
     """
     runner, scheduler, statistics = engine.runner, engine.scheduler, engine.statistics
@@ -127,6 +133,6 @@ def snapshot(engine: Engine, counts: RoutingCounts) -> dict[str, Any]:
             "activations": statistics.paging["active"],
             "hits": statistics.paging["hits"],
             "bytes": sum(statistics.moved.values()),
-            "policy": describe_choice(engine.control),
+            "policy": "; ".join(choices_of(engine)) or None,
             "wait_seconds": None if totals is None else totals.wait_seconds,
         }

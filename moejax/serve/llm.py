@@ -19,13 +19,13 @@ import numpy as np
 
 from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
-from host_offload.simulate.auto import describe_choice
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint, require_predictor
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.read_ahead import read_ahead
 from moejax.checkpoints.versions import has_versions, with_versions
 from moejax.engine.loop import Engine
+from moejax.engine.snapshot import choices_of
 from moejax.engine.statistics import (
     StartTimes,
     arena_stats,
@@ -523,8 +523,7 @@ class LLM:
         `print` shows it."""
         with self._hold() as engine, engine.undisturbed():
             found = explain(engine, self.plan.budget)
-            drafts = None if engine.drafts is None else engine.drafts.why()
-            chosen = [why for why in (describe_choice(engine.control), drafts) if why]
+            chosen = choices_of(engine)
         return dataclasses.replace(found, notes=(*found.notes, *self._notes, *chosen))
 
     def close(self) -> None:

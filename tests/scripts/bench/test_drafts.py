@@ -3,6 +3,7 @@ import pytest
 
 from moejax import SamplingParams
 from moejax.engine.drafts import Drafts
+from moejax.engine.snapshot import RoutingCounts, choices_of, snapshot
 from scripts.bench import drafts
 from tests.moejax.engine.scenes import LINK, open_llm
 from tests.scripts.runs import json_lines
@@ -63,4 +64,7 @@ def test_adaptive_drafts_cost_little_and_are_used_soon():
             assert tokens == answer
             ratios[wrong] = counts["seconds"] / plain["seconds"]
         assert ratios[1.0] < 1.04 and ratios[0.5] < 1.05 and ratios[0.0] < 0.75, ratios
-        assert llm.explain().notes[-1].startswith("drafts of up to 1 requests at once: 4 tokens")
+        (said,) = choices_of(llm.engine)
+        assert said.startswith("drafts of up to 1 requests at once: 4 tokens, ")
+        assert llm.explain().notes[-1] == said
+        assert snapshot(llm.engine, RoutingCounts(llm.engine))["policy"] == said
