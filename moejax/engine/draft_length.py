@@ -30,10 +30,10 @@ LOSS, WON = 2.0, 4.0
 won before, at most."""
 HOLDS = 2 * TRIAL, 16 * WINDOW
 """Steps with drafts after which those without are measured again: at first, and at most."""
+SHOWN = 0.1
+"""Share of the time that this may cost, however soon it comes."""
 WAITS = 16
 """How many times longer than at first a trial may wait."""
-LEAST_SHARE = 0.1
-"""Of requests with a draft, to which the time of a step is put down."""
 OUTLIER = 3.0
 """A step that took so many times as long as those around it was disturbed and does not count."""
 SEEN = 32
@@ -109,9 +109,9 @@ class DraftLength:
     plain_s: float = 0.0
     """Seconds of a step without drafts."""
     times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Seconds of the last steps of the present length."""
+    """Seconds of the last steps of the present length, with drafts those of steps that had one."""
     shares: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Shares of their requests that had a draft."""
+    """Shares of these steps' requests that had a draft."""
     steps: int = -1
     """Of the present length. The first one's time does not count: it was prepared otherwise."""
     back: tuple[int, float] | None = None
@@ -137,14 +137,15 @@ class DraftLength:
             self.lost = max(self.lost - COST, 0.0)
         if not self.steps:
             return
-        self.times.append(seconds)
-        self.shares.append(share)
-        typical = typical_s(self.times)
-        if self.now and any(self.shares):
-            extra = typical / self.plain_s - 1
-            self._measured(self.now, extra / max(statistics.fmean(self.shares), LEAST_SHARE))
-        elif not self.now:
-            self.plain_s = typical
+        if share or not self.now:
+            self.times.append(seconds)
+            self.shares.append(share)
+            typical = typical_s(self.times)
+            if self.now:
+                extra = typical / self.plain_s - 1
+                self._measured(self.now, extra / statistics.fmean(self.shares))
+            else:
+                self.plain_s = typical
         if self.now and self.lost > LOSS:
             self._end()
         elif self.steps % TRIAL == 0:
@@ -193,7 +194,7 @@ class DraftLength:
             self._end()
         elif gains[best] > GAIN * gains[self.now]:
             self._begin(best)
-        elif self.steps >= self.hold:
+        elif self.steps >= max(self.hold, TRIAL * (gains[self.now] - 1) / SHOWN):
             self.back, self.wait = (self.now, self.plain_s), 1
             self.hold = min(2 * self.hold, HOLDS[1])
             self._begin(0)
