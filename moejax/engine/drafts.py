@@ -83,6 +83,7 @@ class Drafts(abc.ABC):
         self.choices: dict[int, DraftLength] = {}
         """By the power of two that the number of requests is at most."""
         self._last: DraftLength | None = None
+        self._turn = 0
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
 
@@ -142,12 +143,13 @@ class Drafts(abc.ABC):
             self.counts["accepted"] += accepted
         if not (requests := len(work.rows)) or not self.adaptive:
             return
+        # A request a step, by turns, so that as many steps count whatever their requests.
+        self._turn += 1
+        _, request = work.rows[self._turn % requests]
         if work.drafting:
-            for draft in work.drafts:
-                self.acceptance.add(draft.accepted, len(draft.tokens))
-            for _ in range(requests - len(work.drafts)):
-                self.acceptance.add(0, 0)
-        elif found := self.judge(work):
+            mine = next((draft for draft in work.drafts if draft.request is request), None)
+            self.acceptance.add(mine.accepted if mine else 0, len(mine.tokens) if mine else 0)
+        elif found := self.judge(request):
             self.acceptance.add(*found)
         choice = self._last = self._choice(requests)
         choice.most = max((rows - requests) // requests, 1)
@@ -157,7 +159,7 @@ class Drafts(abc.ABC):
             if choice.now != length:
                 log.debug("%s", self.why())
 
-    def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
+    def judge(self, request: Request) -> tuple[int, int] | None:
         """Returns Acceptance.add of a draft that was not verified, by the tokens that came without;
         None where that is not known."""
         return None  # a model's drafts would cost its steps
@@ -204,7 +206,6 @@ class NgramDrafts(Drafts):
         self.longest, self.shortest = longest, shortest
         self._judged: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         """How many tokens of a request the next draft to judge follows."""
-        self._turn = 0
 
     def propose(self, asked: Mapping[Request, int], rows: int) -> Mapping[Request, Sequence[int]]:
         lengths = self.longest, self.shortest
@@ -213,10 +214,7 @@ class NgramDrafts(Drafts):
             for request, most in asked.items()
         }
 
-    def judge(self, work: ScheduledWork) -> tuple[int, int] | None:
-        # A request a step, by turns, from draft to draft.
-        self._turn += 1
-        _, request = work.rows[self._turn % len(work.rows)]
+    def judge(self, request: Request) -> tuple[int, int] | None:
         tokens, most = self.histories.tokens(request), self.most
         first = max(len(request.prompt) + 1, len(tokens) - 2 * most)
         start = max(self._judged.get(request, 0), first)

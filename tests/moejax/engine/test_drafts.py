@@ -455,11 +455,10 @@ def test_guesses_are_judged_without_being_verified():
     assert acceptance.expected(1) > 0.98 > acceptance.expected(4) - acceptance.expected(1) + 0.9
     drafts = NgramDrafts(4, 3, 1)
     request: Any = Written()
-    work: Any = SimpleNamespace(rows=[(0, request)])
     found = []
     for token in [2, 3, 4, 9, 9, 9, 9, 9, 9, 9]:
         request.output.append(token)
-        found.append(drafts.judge(work))
+        found.append(drafts.judge(request))
     # After 1 come 2, 3, 4 and no 5; after the first 9, which is new, there is no guess.
     assert [each for each in found if each] == [(3, 4), (0, 0), (4, 4)]
     acceptance.add(0, 0)
