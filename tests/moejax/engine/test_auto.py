@@ -113,11 +113,11 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
     """A start is exact. Under an arm outputs are those of its version, and a trace of changes at
     random replays."""
     options: dict[str, Any] = {"memory": 4 << 20, "enable_prefix_caching": False}
-    paged = "dynaexq,paged=true,interval=8 steps"
+    own = paged, hobbit = "dynaexq,paged=true,interval=8 steps", "hobbit"
 
     def one(arms: tuple[str, ...] | None = None, **changes) -> Callable[..., Auto]:
         def make(cells, costs, link, found, **known) -> Auto:
-            assert found == ("lru+dense", "lru+int4", f"lru+precision={paged}")
+            assert found in [("lru+dense", "lru+int4", f"lru+precision={p}") for p in own]
             return Auto(cells, costs, link, arms or found, **known, **changes)
 
         return make
@@ -132,12 +132,14 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
             assert same_bits(run(llm, mixed_jobs()), wanted)
     assert not same_bits(fixed, at_rest())
     monkeypatch.setattr(start, "Auto", one(window=4, forced=7))
-    trace = tmp_path / "t"
-    with open_llm(policy="auto", precision=paged, trace=trace, **options) as llm:
-        run(llm, mixed_jobs())
-        said = llm.stats()["control"]["said"]["auto"]
-    assert said["switches"] > 2 and len(said["step_s"]) == 3
-    replay(read_trace(trace))
+    for i, (precision, driver) in enumerate(((paged, "device"), (hobbit, "host"))):
+        trace = tmp_path / f"t{i}"
+        changing = {"precision": precision, "driver": driver, "trace": trace}
+        with open_llm(policy="auto", **changing, **options) as llm:
+            run(llm, mixed_jobs())
+            said = llm.stats()["control"]["said"]["auto"]
+        assert said["switches"] > 2 and len(said["step_s"]) == 3
+        replay(read_trace(trace))
 
 
 def test_what_is_given_is_pinned():
