@@ -93,7 +93,7 @@ class Answers:
         name, _, value = precision.partition("=")
         if name in CHANGING:
             changing = {"expert_budget": self._args.budget, "precision": "dense", name: value}
-            given |= changing | CHANGING[name]
+            given |= {**changing, **CHANGING[name]}
         return LLM(self._args.model, **given)
 
     def rows(self, precision: str) -> dict[str, Any]:

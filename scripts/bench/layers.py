@@ -80,7 +80,7 @@ def instructions(llm: LLM) -> int:
     """Returns the instructions of the compiled decode step, those of its loops once."""
     compiler = llm.engine.runner.compiler
     found = {
-        key: one.as_text().count(" = ")
+        key: str(one.as_text()).count(" = ")
         for key, one in zip(compiler.keys, compiler.compiled, strict=True)
         if key.kind == "decode"
     }

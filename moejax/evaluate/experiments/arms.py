@@ -291,9 +291,8 @@ class Arm:
 
 def _together(given: Sequence[Policy | HalfExperts | Substitution | Later]) -> tuple[Policy, ...]:
     """Returns the policies, eviction first. A placement predicts by networks among them."""
-    policies: Sequence[Policy]
-    others = HalfExperts | Substitution | Later
-    policies = known = [one for one in given if not isinstance(one, others)]
+    known = [one for one in given if not isinstance(one, (HalfExperts, Substitution, Later))]
+    policies: Sequence[Policy] = known
     for placed in known:
         if isinstance(placed, PlacementPolicy):
             policies = add_placement(placed, [one for one in policies if one is not placed])
