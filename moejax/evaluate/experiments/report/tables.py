@@ -456,27 +456,31 @@ RATIOS: Mapping[str, Callable[[Line], float | None]] = {
 
 def _by_seeds(records: Records) -> Table:
     """Makes the table of each policy over the baseline with the same seed: the mean and its 95%
-    interval, Student's t over the seeds."""
+    interval, Student's t over the seeds. A ratio that fewer seeds have, since the baseline's figure
+    is 0 in the others, says how many."""
     asked = records.asked
     lines = {tuple(line[name] for name in PLACE): line for line in records.summary()}
-    pairs: dict[tuple[Any, ...], list[tuple[Line, Line]]] = {}
+    places: dict[tuple[Any, ...], list[tuple[Line, Line]]] = {}
     for line in lines.values():
         its = lines.get(tuple({**line, "policy": asked["baseline"]}[name] for name in PLACE))
         if line["policy"] != asked["baseline"] and its and line["runs"] and its["runs"]:
-            where = *(line[name] for name in PANEL), line["precision"], line["mode"]
-            place = *where, line["budget"], line["policy"], line["driver"]
-            pairs.setdefault(place, []).append((line, its))
+            place = tuple(line[name] for name in PLACE if name != "seed")
+            places.setdefault(place, []).append((line, its))
+    found: list[tuple[Line, list[list[float]]]] = []
+    for pairs in places.values():
+        values = [[(value(line), value(its)) for line, its in pairs] for value in RATIOS.values()]
+        ratios = [[mine / base for mine, base in v if mine is not None and base] for v in values]
+        if max(map(len, ratios)) > 1:
+            found.append((pairs[0][0], ratios))
     rows = []
-    for (link, batch, prompt, text, *_, budget, policy, _), both in pairs.items():
-        row = [short_name(policy), budget, text, str(batch), str(prompt), link, str(len(both))]
-        for value in RATIOS.values():
-            found = [(value(line), value(its)) for line, its in both]
-            ratios = [mine / base for mine, base in found if mine is not None and base]
-            said = NONE
-            if len(ratios) > 1:
-                said = "{:.3f} [{:.3f}, {:.3f}]".format(*over_seeds(ratios))
-            row.append(said)
-        rows += [row] if len(both) > 1 else []
+    for name, (line, ratios) in zip(labels([line for line, _ in found]), found, strict=True):
+        most, row = max(map(len, ratios)), [name]
+        row += [str(line[key]) for key in ("budget", "text", "batch", "prompt_tokens", "link_rate")]
+        row.append(str(most))
+        for each in ratios:
+            said = "{:.3f} [{:.3f}, {:.3f}]".format(*over_seeds(each)) if len(each) > 1 else NONE
+            row.append(f"{said} ({len(each)} seeds)" if 1 < len(each) < most else said)
+        rows.append(row)
     headings = ("policy", "budget", "text", "batch", "prompt", "link", "seeds", *RATIOS)
     return Table(f"Over {asked['baseline']} with the same seed", headings, rows)
 

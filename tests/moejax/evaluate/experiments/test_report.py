@@ -167,6 +167,29 @@ def test_ratios_to_the_baseline_have_intervals_over_seeds(tmp_path):
     assert line["bytes"] == "1.000 [1.000, 1.000]"
 
 
+def test_rows_over_seeds_can_be_told_apart_and_count_the_ratios_seeds(tmp_path):
+    rows = [
+        row(policy, "25%", 0)
+        | {"seed": seed, "precision": precision, "driver": driver, "mode": mode}
+        # Ratios to no misses there are none, so misses have two seeds and bytes three.
+        | {"decode_misses": 0 if seed == 2 else 4}
+        for policy in ("lru", "dir/mine.py:Mine")
+        for seed in range(3)
+        for precision in ("dense", "int8")
+        for driver in ("device", "host")
+        for mode in ("measured", "simulated")
+    ]
+    asked = ASKED | {"precision": ["dense", "int8"], "seeds": [0, 1, 2]}
+    *_, table = tables_of(Records(tmp_path, asked, rows, [SESSION]))
+    lines = [dict(zip(table.headings, each, strict=True)) for each in table.rows]
+    assert table.title == "Over lru with the same seed"
+    assert len({line["policy"] for line in lines}) == len(lines) == 8
+    assert lines[0]["policy"] == "mine.py:Mine, dense, measured, device"
+    for line in lines:
+        assert line["seeds"] == "3" and line["bytes"] == "1.000 [1.000, 1.000]"
+        assert line["misses"] == "1.000 [1.000, 1.000] (2 seeds)"
+
+
 def test_conversations_have_no_share_of_policies(tmp_path):
     talk = row("lru", "25%", 0, mode="priced") | {"policy_s": 1e-3, "unserved": 0}
     del talk["decode_s"]
