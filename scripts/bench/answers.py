@@ -7,8 +7,9 @@ a precision, `map=train` keeps the experts high that training texts of all domai
 `map=own` those of the domain itself, and `seed=each` draws anew for each seed. DynaExq goes on from
 domain to domain. In the place of a precision may stand an option by which dense experts change
 outputs, cache_aware_routing=buddies=train or placement=ktransformers,defer=2: --budget of the
-experts is resident then. Intervals are 95%, Student's t over the seeds; points are paired with the
-first precision. Perplexity is of the tasks with their right answers; nothing is deferred in it.
+experts is resident then. Intervals are 95%, Student's t over the seeds, of shares cut to 0 and 1;
+points are paired with the first precision. Perplexity is of the tasks with their right answers;
+nothing is deferred in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ PRECISIONS = (
     f"dynaexq,{MIXED},interval=512 tokens,spares=2",
     f"dynaexq,{MIXED},interval=512 tokens,spares=2,margin=0.0",
 )
+LEARNS = re.compile(r"\b(map|buddies)=(train|own)(?=,|$)")
 CHANGING: Mapping[str, Mapping[str, str]] = {
     "cache_aware_routing": {},
     "placement": {"driver": "host", "transfers": "queue"},
@@ -64,6 +66,11 @@ def expert_bytes(llm: LLM) -> int:
         return (budget.slots - budget.kv_slots) * steps.layout.slot_bytes
     (sizes,) = spec.version_bytes.values()
     return spec.experts * int(np.sum(sizes))
+
+
+def with_traces(precision: str, trace: Callable[[], Path]) -> str:
+    """Returns the precision with a trace's path in the place of `train` and `own`."""
+    return LEARNS.sub(lambda found: f"{found[1]}={trace()}", precision)
 
 
 class Answers:
@@ -100,7 +107,8 @@ class Answers:
         """Returns, by seed and domain, the share of right answers and the bits a token, and what
         the experts take."""
         args = self._args
-        by_seed, by_domain = "seed=each" in precision, "map=own" in precision
+        learns, by_seed = LEARNS.search(precision), "seed=each" in precision
+        by_domain = learns is not None and learns[2] == "own"
         right, bits = np.zeros((2, args.seeds, len(args.domains)))
         megabytes, transitions = 0.0, None
         seeds = [[seed] for seed in range(args.seeds)] if by_seed else [[*range(args.seeds)]]
@@ -108,8 +116,7 @@ class Answers:
         for some in seeds:
             for names in domains:
                 asked = precision.replace("seed=each", f"seed={some[0]}")
-                if learns := re.search("(map|buddies)=(train|own)", asked):
-                    asked = asked.replace(learns[0], f"{learns[1]}={self._trace(names)}")
+                asked = with_traces(asked, lambda names=names: self._trace(names))
                 with self._engine(asked) as llm:
                     for seed in some:
                         for name in names:
@@ -151,7 +158,8 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             over = 100 * (right - first["right"].mean(axis=1))
             above = 2.0 ** (bits - first["bits"].mean(axis=1)) - 1
             row = {"precision": precision, "mb": found["mb"], "transitions": found["transitions"]}
-            row |= dict(zip(("right", "low", "high"), over_seeds(right), strict=True))
+            share = np.clip(over_seeds(right.tolist()), 0, 1).tolist()
+            row |= dict(zip(("right", "low", "high"), share, strict=True))
             row |= dict(zip(("over", "over_low", "over_high"), over_seeds(over), strict=True))
             row |= dict(zip(("above", "above_low", "above_high"), over_seeds(above), strict=True))
             row["perplexity"] = 2.0 ** float(bits.mean())

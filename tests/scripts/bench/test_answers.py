@@ -1,11 +1,33 @@
 """Exact answers by precision."""
 
+import argparse
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from scripts.bench import answers
 from tests.scripts.runs import json_lines, refusal
 
 MIXED = "hi=int8,lo=int2,hi_share=50%"
+
+
+def test_traces_of_one_s_own_may_begin_like_ours():
+    for precision, found in (
+        ("buddies=train", "buddies=T"),
+        ("map=own,hi=int8", "map=T,hi=int8"),
+        ("buddies=train_dir,spread=0.0", "buddies=train_dir,spread=0.0"),
+        ("map=own/trace,hi=int8", "map=own/trace,hi=int8"),
+    ):
+        assert answers.with_traces(precision, lambda: Path("T")) == found
+
+
+def test_a_share_s_interval_is_of_shares(monkeypatch):
+    found = {"right": np.array([[0.0], [0.02], [0.1]]), "bits": np.ones((3, 1)), "mb": 1.0}
+    monkeypatch.setattr(answers.Answers, "rows", lambda *_: {**found, "transitions": None})
+    args = argparse.Namespace(precision=["int2"], domains=["arithmetic"])
+    (row,) = answers.compare(args)
+    assert (row["low"], row["right"]) == (0, pytest.approx(0.04)) and 0.1 < row["high"] < 0.2
 
 
 @pytest.mark.slow
