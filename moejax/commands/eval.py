@@ -378,7 +378,12 @@ def _compare(args: argparse.Namespace) -> int:
     from moejax.evaluate.comparison import FEW, compare_lines
     from moejax.evaluate.results_file import read_lines
 
-    found = compare_lines(*map(read_lines, args.compare))
+    lines = [read_lines(name) for name in args.compare]
+    found = compare_lines(*lines)
+    steps = [{line["step"] for line in of_one} for of_one in lines]
+    for name, mine, theirs in zip(args.compare, steps, reversed(steps), strict=True):
+        if len(mine) > 1 and (left := sorted(mine - theirs)) and not args.quiet:
+            print(f"note: only {name} has step {', '.join(map(str, left))}", file=sys.stderr)
     if args.json:
         print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def predict(args: argparse.Namespace) -> int:
         given["expert_budgets"] = [parse_expert_budget(budget) for budget in budgets]
     given["batches"] = None if args.batch is None else _batches(args.batch)
     given["trace"] = None if args.workload is None else open_trace(args.workload)
-    config, weights = read_headers(args.model)
+    config, weights = read_headers(_model(args.model))
     given["coded"] = None if weights is None else weights.coded
     found = forecast(config, machine, **{k: v for k, v in given.items() if v is not None})
     if args.json:
@@ -109,9 +110,19 @@ def predict(args: argparse.Namespace) -> int:
         "first token, ms",
     )
     print_table(columns, _rows(found))
-    print("\nlikely (low to high). device: LRU, or NAME. least: the fewest that any could move.")
+    print("\nlikely (low to high). driver device: LRU, or the eviction that it names, in the step;")
+    print("least moves as few experts as any could.")
     print("Routing is generated like Qwen3-30B-A3B's unless --trace gives some that was recorded.")
     return 0
+
+
+def _model(model: str) -> str:
+    """Returns the config.json of a directory that has no weights, which a forecast does without;
+    else the model."""
+    config = pathlib.Path(model) / "config.json"
+    beside = config.parent.iterdir() if config.is_file() else ()
+    weights = [path for path in beside if path.is_dir() or ".safetensors" in path.name]
+    return str(config) if config.is_file() and not weights else model
 
 
 def _rows(found: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:

@@ -30,8 +30,9 @@ examples:
 """
 
 _CONVERT_EPILOG = """\
-SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz with more columns, or .jsonl with
-a request or a response of vLLM or SGLang per line; docs/how-to/traces.md has them all.
+SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz with more columns, or .csv with
+token, layer and expert per line, or .jsonl with a request or a response of vLLM or SGLang per line;
+docs/how-to/traces.md has them all.
 What SRC does not say is absent from DST, never made up.
 
 examples:
@@ -72,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     text = "make a trace of routing that another program recorded"
     convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
-    convert.add_argument("source", metavar="SRC", help="a .npy, .npz or .jsonl file")
+    convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .csv, .tsv or .jsonl file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
     _add_model(convert, "of this model; gives the number of experts, and checks shapes")
     add_described(convert, _OF_A_DUMP)
@@ -237,4 +238,6 @@ def _convert(args: argparse.Namespace) -> int:
         "steps"
     )
     print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
+    if "step.kind" in header.absent:
+        print("A grid over it has to know which tokens are a prompt's: --prompt-tokens N.")
     return 0

@@ -154,5 +154,7 @@ def test_a_training_run_without_a_tokenizer_is_evaluated_killed_and_resumed(tmp_
     assert main([*asked, "--timeout", "0"]) == 2
     assert "has results of step 2 with other weights than it has now" in capsys.readouterr().err
     assert main(["eval", "--compare", str(output), str(tmp_path / "b.jsonl"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
     assert [(one["step_a"], one["pairs"], one["difference"]) for one in found] == [(2, 4, 0.0)]
+    assert f"note: only {output} has step 4" in shown.err

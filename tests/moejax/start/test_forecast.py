@@ -84,7 +84,7 @@ def test_info_and_plan_hold_the_same_experts_in_a_memory(tmp_path, capsys):
 
 def test_budgets_and_evictions_are_compared(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(FILES["Qwen3-30B-A3B"]))
-    asked = ["plan", str(tmp_path / "config.json"), "--gpu", "rtx4090", "--prompt-tokens", "64"]
+    asked = ["plan", str(tmp_path), "--gpu", "rtx4090", "--prompt-tokens", "64"]
     asked += ["--batch", "1", "--eviction", "lru,lfu", "--expert-budget", "10%,20%", "--json"]
     assert main(asked) == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["driver"] != "stream"]

@@ -133,8 +133,13 @@ def test_a_dump_becomes_a_trace(tmp_path, name):
     assert trace.complete and trace.header.spec["steps"] == "put together of 1 requests"
 
 
-def test_what_a_dump_does_not_say_is_absent(tmp_path):
+def test_what_a_dump_does_not_say_is_absent(tmp_path, capsys):
     np.save(tmp_path / "a.npy", IDS)
+    asked = ["trace", "convert", str(tmp_path / "a.npy"), "--experts", str(E)]
+    assert cli.main([*asked, str(tmp_path / "u")]) == 0
+    assert "which tokens are a prompt's: --prompt-tokens N" in capsys.readouterr().out
+    assert cli.main([*asked, str(tmp_path / "v"), "--prompt-tokens", "2"]) == 0
+    assert "--prompt-tokens" not in capsys.readouterr().out
     convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=E)
     trace = read_trace(tmp_path / "t")
     columns = set(load_file(tmp_path / "t" / "chunk-000000.safetensors"))
