@@ -160,6 +160,8 @@ def train(
 if __name__ == "__main__":
     from moejax import LLM
 
+    if len(sys.argv) != 2 or not pathlib.Path(sys.argv[1]).is_file():
+        sys.exit(__doc__)
     text = pathlib.Path(sys.argv[1]).read_bytes()
     end = np.frombuffer(text[-260:], np.uint8).reshape(4, 65).astype(np.int32)
     with tempfile.TemporaryDirectory() as folder:

@@ -212,6 +212,11 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"
     for policy in sorted(_below_min(records)):
         yield f"{policy} moved less than MIN, which cannot be: report a bug"
+    if budgets := _without_choice(records):
+        yield (
+            f"at {', '.join(budgets)} every policy missed as many experts: where a step's experts "
+            "fill all cells of a layer, eviction has no choice"
+        )
     yield from _mixed_sessions(records)
     on_cpu = any(session["platform"] == "cpu" for session in records.sessions)
     if on_cpu and any(row["link_rate"] == "none" for row in rows):
@@ -221,6 +226,18 @@ def _notes(records: Records) -> Iterator[str]:
         )
     if any(row["compiled"] for row in rows):
         yield "some runs compiled; their times are no times of a step"
+
+
+def _without_choice(records: Records) -> list[str]:
+    """Returns the budgets at which several policies missed experts, and all of them as many."""
+    missed: dict[tuple[Any, ...], dict[str, int]] = {}
+    for row in records.rows:
+        if row["mode"] != "bound" and row.get("decode_misses"):
+            place = row["budget"], *(row[key] for key in PLACE if key != "policy")
+            missed.setdefault(place, {})[row["policy"]] = row["decode_misses"]
+    differ = {place[0] for place, counts in missed.items() if len({*counts.values()}) > 1}
+    several = {place[0] for place, counts in missed.items() if len(counts) > 1}
+    return [budget for budget in records.asked["budgets"] if budget in several - differ]
 
 
 def _mixed_sessions(records: Records) -> Iterator[str]:

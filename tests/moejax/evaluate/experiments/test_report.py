@@ -221,6 +221,8 @@ def test_what_a_reader_must_know(records):
     rows[-1]["tokens"] = "others"
     rows[-2]["compiled"] = 1
     rows[-3]["decode_hits"] += 1
+    for one in rows:
+        one["decode_misses"] += (one["budget"], one["policy"]) == ("50%", "lru")
     asked = ASKED | {"repeats": 3, "policies": ["lru", "random"]}
     versions = {"moejax": "0.1.0", "jax": "0.12.0", "commit": "0123456789ab+"}
     other = SESSION | {"machine": "elsewhere", "processor": "another", "versions": versions}
@@ -230,6 +232,7 @@ def test_what_a_reader_must_know(records):
         "repeats: 3",
         "1 of 10 seeds",
         "report a bug",
+        "at 25% every policy missed as many",
         "compiled",
         "copy within the same memory",
         *(f"runs differ in {name}" for name in ("machine", "processor", "jax", "commit")),
