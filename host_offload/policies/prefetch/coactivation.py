@@ -61,7 +61,7 @@ class CoActivation:
             empty = np.zeros((self.reach, spec.experts, spec.experts), np.float32)
             return Counted(spec.top_k, (empty,) * spec.layers)
         self.fitted.check(spec)
-        pairs = self.fitted.arrays["pairs"]
+        pairs = self.fitted.array("pairs", spec.layers, -1, spec.experts, spec.experts)
         if pairs.shape[1] != self.reach:
             raise ValueError(f"reach {self.reach} is not that of the counts, {pairs.shape[1]}")
         return Counted(spec.top_k, tuple(pairs))

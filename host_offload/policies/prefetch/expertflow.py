@@ -15,6 +15,7 @@ from host_offload.policies.prefetch.fitted import Fitted, check_fitted, fit_of, 
 from host_offload.policies.prefetch.forest import (
     HISTORY,
     Seen,
+    check_forest,
     features,
     grow_forest,
     pre_gate,
@@ -98,6 +99,11 @@ class ExpertFlow:
     def init(self, spec: Spec) -> Foreseeing:
         """The state before the first step. Raises ValueError for another model."""
         self.fitted.check(spec)
+        for layer in range(spec.layers - 1):
+            self.fitted.array(f"{layer}.mean", spec.hidden)
+            self.fitted.array(f"{layer}.basis", spec.hidden, -1)
+            for ahead in range(1, min(self.fitted.setting("reach"), spec.layers - 1 - layer) + 1):
+                check_forest(self.fitted, f"{layer}.{ahead}", spec.experts)
         assert spec.router is not None
         recent = np.zeros((spec.layers, spec.experts), bool)
         return Foreseeing(spec.router, spec.top_k, self.fitted.setting("reach"), recent)

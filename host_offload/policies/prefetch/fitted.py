@@ -40,6 +40,8 @@ class Fitted:
     """The settings that made the arrays, as JSON."""
     data: bytes
     """The arrays, as safetensors."""
+    path: str = dataclasses.field(default="", compare=False)
+    """The file that they were read from; empty: none."""
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -76,6 +78,29 @@ class Fitted:
                     f"{self.policy} was fitted to a model with {name} {mine}, this one has {other};"
                     " fit it to a trace of this model"
                 )
+
+    def array(self, name: str, *shape: int, dtypes: Sequence[type] = (np.float32,)) -> np.ndarray:
+        """An array that a policy or the native library indexes without looking.
+
+        - `shape`: that it must have; −1: of any length.
+
+        Raises ValueError, which names the file, for an array that is missing, of another shape or
+        type, or has a number that is not finite.
+        """
+        where, array = self.path or self.policy, self.arrays.get(name)
+        if array is None:
+            raise ValueError(f"{where} has no array {name}; fit it again")
+        fits = len(shape) == array.ndim and array.dtype in dtypes
+        if not fits or any(n not in (-1, m) for n, m in zip(shape, array.shape, strict=True)):
+            sizes = ", ".join("any" if n < 0 else str(n) for n in shape)
+            kinds = " or ".join(np.dtype(each).name for each in dtypes)
+            raise ValueError(
+                f"{where}: array {name} is {array.dtype.name}{list(array.shape)} and must be "
+                f"{kinds}[{sizes}]; fit it again"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"{where}: array {name} must be of finite numbers; fit it again")
+        return array
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file atomically, replacing an existing one."""
@@ -154,7 +179,9 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
         layers, experts, top_k, hidden = (int(size) for size in json.loads(found["model"]))
         json.loads(found["settings"])
         model = layers, experts, top_k, hidden
-        return Fitted(policy, found["config_digest"], model, found["settings"], save(arrays))
+        return Fitted(
+            policy, found["config_digest"], model, found["settings"], save(arrays), str(path)
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r}); fit it again") from error
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.next_layers import mark_experts, softmax
 
 HISTORY = 2
@@ -98,6 +99,21 @@ def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Fores
     - `arrays`: "LAYER.AHEAD.NAME" → array, for each field of Forest.
     """
     return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
+
+
+def check_forest(fitted: Fitted, name: str, experts: int) -> None:
+    """Raises ValueError for a forest, of arrays NAME.FIELD, whose arrays do not fit each other or
+    so many experts."""
+
+    def array(field: str, *shape: int, dtype: type = np.int16) -> np.ndarray:
+        return fitted.array(f"{name}.{field}", *shape, dtypes=(dtype,))
+
+    shape = array("feature", -1, -1).shape
+    array("threshold", *shape, dtype=np.float32)
+    array("value", shape[0], -1, experts, dtype=np.float32)
+    array("depth", 1)
+    for field in ("left", "right", "leaf"):
+        array(field, *shape)
 
 
 def scores(

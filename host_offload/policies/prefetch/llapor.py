@@ -19,6 +19,7 @@ from host_offload.control.interface import Observation, Spec
 from host_offload.policies.prefetch.next_layers import (
     LayerPredictor,
     apply_linear,
+    columns,
     finite,
     mark_experts,
     multiply_rows,
@@ -39,6 +40,12 @@ class Learned(LayerPredictor):
     docs/explanation/prescope.md."""
 
     needs: frozenset[str] = frozenset({"gate_input", "ids", "weights", "request", "position"})
+
+    def shapes(self, own: Mapping[str, np.ndarray], spec: Spec) -> dict[str, tuple[int, ...]]:
+        inputs, q, experts = spec.hidden, columns(own, "basis"), spec.experts
+        width = columns(own, "input")
+        around = {"mean": (inputs,), "basis": (inputs, q), "balance": (experts,)}
+        return around | linear_shapes(q, width, experts, deep="gate" in own)
 
     def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
         return scores(own, finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0])
@@ -79,6 +86,17 @@ def choose_routing(said: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, n
 
 
 # ---- the network
+
+
+def linear_shapes(q: int, width: int, experts: int, *, deep: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of a network's matrices and biases, see logits.
+
+    - `deep`: whether it has a block.
+    """
+    sizes = {"input": (q + experts, width), "output": (width, experts)}
+    if deep:
+        sizes |= {"inner1": (width, width), "inner2": (width, width), "gate": (q, width)}
+    return sizes | {f"{name}_bias": size[1:] for name, size in sizes.items()}
 
 
 def compress(gate_input: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
@@ -222,14 +240,10 @@ class LayerTask:
     ) -> dict[str, np.ndarray]:
         from host_offload.policies.prefetch.training import draw_linear
 
-        width = self.width
-        sizes = {"input": (components + experts, width), "output": (width, experts)}
-        if self.deep:
-            inner = (width, width)
-            sizes |= {"inner1": inner, "inner2": inner, "gate": (components, width)}
-        found = {}
-        for name, (rows, columns) in sizes.items():
-            found[name], found[f"{name}_bias"] = draw_linear(rows, columns, rng)
+        found, shapes = {}, linear_shapes(components, self.width, experts, deep=self.deep)
+        for name, shape in shapes.items():
+            if len(shape) == 2:
+                found[name], found[f"{name}_bias"] = draw_linear(*shape, rng)
         return found
 
 

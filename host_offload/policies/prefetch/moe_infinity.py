@@ -95,7 +95,7 @@ class MoEInfinity:
         collection = np.zeros((0, spec.layers, spec.experts), np.float32)
         if self.fitted is not None:
             self.fitted.check(spec)
-            collection = self.fitted.arrays["matrices"]
+            collection = self.fitted.array("matrices", -1, spec.layers, spec.experts)
             if len(collection) > self.capacity:
                 raise ValueError(
                     f"{len(collection)} matrices are given and capacity is {self.capacity}; fit "

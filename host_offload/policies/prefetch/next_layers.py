@@ -179,9 +179,17 @@ class LayerPredictor(abc.ABC):
 
     def init(self, spec: Spec) -> Any:
         """No layer is predicted yet. Raises ValueError for another model."""
-        self.fitted.check(spec)
-        self.fitted.of_layer(0)  # reads all arrays here, and not within the first step
+        fitted = self.fitted
+        fitted.check(spec)
+        for layer in range(spec.layers):  # reads all arrays here, and not within the first step
+            if own := fitted.of_layer(layer):
+                for name, shape in self.shapes(own, spec).items():
+                    fitted.array(f"{layer}.{name}", *shape, dtypes=(np.float16, np.float32))
         return Predicted(spec.top_k, spec.layers)
+
+    @abc.abstractmethod
+    def shapes(self, own: Mapping[str, np.ndarray], spec: Spec) -> dict[str, tuple[int, ...]]:
+        """The shapes that a layer's arrays must have, by name; −1: any length."""
 
     def decide(self, state: Any, seen: Observation) -> tuple[Any, Decision]:
         return self.predict(state, seen, self.fitted.of_layer(seen.layer))
@@ -215,6 +223,11 @@ class LayerPredictor(abc.ABC):
     @abc.abstractmethod
     def scores(self, own: Mapping[str, np.ndarray], seen: Observation) -> np.ndarray:
         """Scores float32[N, E] of the later layer, by this layer's arrays."""
+
+
+def columns(own: Mapping[str, np.ndarray], name: str) -> int:
+    """The columns of a matrix; −1 if there is no such matrix."""
+    return own[name].shape[1] if name in own and own[name].ndim == 2 else -1
 
 
 def stages_of(layer: int, experts: Sequence[int], cause: str) -> Stages:

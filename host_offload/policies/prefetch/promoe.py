@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from host_offload.control.interface import Spec
 from host_offload.policies.prefetch.next_layers import (
     LayerPredictor,
     apply_linear,
+    columns,
     finite,
     mark_experts,
 )
@@ -31,6 +33,13 @@ class ProMoE(LayerPredictor):
     prefetches (docs/explanation/transfers.md). Needs driver="host". What is left out of the paper:
     docs/explanation/policies.md.
     """
+
+    def shapes(self, own: Mapping[str, np.ndarray], spec: Spec) -> dict[str, tuple[int, ...]]:
+        sizes = spec.hidden, columns(own, "weights1"), columns(own, "weights2"), spec.experts
+        found: dict[str, tuple[int, ...]] = {}
+        for i, pair in enumerate(itertools.pairwise(sizes), 1):
+            found |= {f"weights{i}": pair, f"bias{i}": pair[1:]}
+        return found
 
     def scores(self, own: Any, seen: Any) -> np.ndarray:
         return scores(own, finite(seen.gate_input[:, 0]))

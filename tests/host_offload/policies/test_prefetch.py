@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from host_offload.control.interface import (
@@ -218,6 +219,30 @@ def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
         again.init(dataclasses.replace(told, experts=9))
     with pytest.raises(ValueError, match="read-only"):
         again.fitted.arrays[array][:] = 0
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_arrays_of_an_edited_file_are_refused(name, trace, told, tmp_path):
+    path = tmp_path / "edited"
+    FITS[name](trace).fitted.write(path)
+    with safe_open(path, framework="numpy") as file:
+        header = file.metadata()
+    arrays = load_file(path)
+
+    def refuses(match: str, **changed: np.ndarray | None) -> None:
+        both = {**arrays, **changed}
+        save_file({n: array for n, array in both.items() if array is not None}, path, header)
+        with pytest.raises(ValueError, match=f"edited.*{match}"):
+            PREFETCH.parse(f"{name}={path}").init(told)
+
+    for array, found in arrays.items():
+        shorter = {array: np.ascontiguousarray(found[..., :-1])}
+        if name != "expertflow" or not array.endswith("basis"):  # of as many columns as it likes
+            refuses(r"array \S+ is \w+\[.*\] and must be \w+.*\[.*\]; fit it again", **shorter)
+        refuses(f"{array} is float64", **{array: found.astype(np.float64)})
+        if found.dtype.kind == "f":
+            refuses(f"{array} must be of finite", **{array: np.full_like(found, np.nan)})
+        refuses(f"has no array {array};", **{array: None})
 
 
 def test_files_that_are_refused(trace, tmp_path):

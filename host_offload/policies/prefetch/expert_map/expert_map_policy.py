@@ -80,7 +80,9 @@ class MapPolicy:
         if self.fitted is None:
             return empty_store(spec.layers, spec.experts, spec.hidden)
         self.fitted.check(spec)
-        store = store_rows(self.fitted.arrays["embeddings"], self.fitted.arrays["maps"])
+        embeddings = self.fitted.array("embeddings", -1, spec.hidden)
+        maps = self.fitted.array("maps", len(embeddings), spec.layers, spec.experts)
+        store = store_rows(embeddings, maps)
         if store.size > self.capacity:
             raise ValueError(
                 f"{store.size} maps are given and capacity is {self.capacity}; fit with a smaller "
