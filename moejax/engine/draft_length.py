@@ -163,6 +163,11 @@ class DraftLength:
         """Returns how many times as many tokens a second as without drafts are expected."""
         return self.tokens(length) / self.ratio(length)
 
+    @property
+    def _fitting(self) -> list[int]:
+        """Lengths of drafts for which there are rows."""
+        return [n for n in self.lengths[1:] if self.most is None or n <= self.most]
+
     def _extra(self, length: int) -> float:
         if not self.extra:
             return prior_ratio(self.requests, length, self.costs) - 1
@@ -184,7 +189,7 @@ class DraftLength:
             self.back = None
             if length in self.extra:
                 self._measured(length, (1 + self.extra[length]) * before / self.plain_s - 1)
-        gains = {n: self.gain(n) for n in self.lengths[1:] if self.most is None or n <= self.most}
+        gains = {n: self.gain(n) for n in self._fitting}
         best = max(gains, key=lambda length: gains[length])
         if not self.now:
             paid = self.lost <= 0 or resumes
@@ -217,20 +222,20 @@ class DraftLength:
 
     def said(self) -> dict[str, Any]:
         """Returns the choice, and what it is made from, as plain data."""
-        lengths = self.lengths[1:]
         return {
             "requests_at_most": self.requests,
             "tokens": self.now,
-            "tokens_a_step": {str(n): self.tokens(n) for n in lengths},
-            "times_as_long": {str(n): self.ratio(n) for n in lengths},
+            "tokens_a_step": {str(n): self.tokens(n) for n in self._fitting},
+            "times_as_long": {str(n): self.ratio(n) for n in self._fitting},
         }
 
     def why(self) -> str:
         """Returns the choice and its reason in a few words."""
-        length = self.now or max(self.lengths[1:], key=self.gain)
+        length = self.now or max(self._fitting, key=self.gain)
         tokens, ratio = self.tokens(length), self.ratio(length)
         reason = f"{tokens:.1f} tokens a step in {ratio:.1f} times the time"
-        return f"{length} tokens, {reason}" if self.now else f"none; {length} would give {reason}"
+        drafted = f"{length} token{'s' * (length > 1)}"
+        return f"{drafted}, {reason}" if self.now else f"none; {drafted} would give {reason}"
 
 
 def typical_s(times: deque[float]) -> float:

@@ -134,7 +134,7 @@ class Drafts(abc.ABC):
         """Takes a decode step whose tokens were read.
 
         - `seconds`: that it took; None: not a time to learn from.
-        - `rows`: of its executable.
+        - `rows`: of the engine.
         """
         accepted = sum(draft.accepted for draft in work.drafts)
         if work.drafts:
@@ -151,8 +151,10 @@ class Drafts(abc.ABC):
             self.acceptance.add(mine.accepted if mine else 0, len(mine.tokens) if mine else 0)
         elif found := self.judge(request):
             self.acceptance.add(*found)
+        if not (free := rows - requests):
+            return  # nothing is left to choose: no row is free for a draft
         choice = self._last = self._choice(requests)
-        choice.most = max((rows - requests) // requests, 1)
+        choice.most = max(free // requests, 1)
         # Others were dispatched before a change.
         if seconds is not None and (length := work.drafting) == choice.now:
             choice.add(1 + accepted / requests, seconds, len(work.drafts) / requests)

@@ -1,6 +1,7 @@
 """The policy interface and what is refused of it."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,12 @@ def test_decisions_that_mean_nothing_are_refused(decision, match):
     limits = spec(min_cells=np.array([0, 1]), budget_bytes=600)
     with pytest.raises(PolicyError, match=f"policy Scripted at STEP_END of step 7: {match}"):
         check_decision(decision, policy, limits, "STEP_END of step 7")
+
+
+def test_a_field_that_no_decision_has_is_named():
+    wrong: Any = {"note": "why", "typo": 1}
+    with pytest.raises(TypeError, match=r"Decision\(\) got an unexpected keyword argument 'typo'"):
+        Decision(**wrong)
 
 
 def test_a_decision_is_copied_into_the_interfaces_types():

@@ -408,14 +408,35 @@ def test_drafts_end_and_begin_again_with_the_load():
     assert load.choice.now == 4
 
 
-@pytest.mark.parametrize(("row", "best"), [(0.6, 1), (0.05, 4)])
-def test_the_fastest_length_is_found(row, best):
-    load = Load(0.7, row)
+@pytest.mark.parametrize(("right", "row", "best"), [(0.5, 0.3, 1), (0.7, 0.05, 4)])
+def test_the_fastest_length_is_found(right, row, best):
+    load = Load(right, row)
     load.run(1000)
-    assert load.choice.now in (best, 0 if row > 0.5 else best)
+    assert load.choice.now == best
     load.choice.most = 2
     load.run(500)
     assert load.choice.now <= 2
+
+
+def test_what_is_said_is_of_lengths_that_have_rows():
+    choice = DraftLength(1, (0, 1, 2, 4), Acceptance(0.9))
+    assert choice.why().startswith("none; 4 tokens would give ")
+    choice.most = 1
+    assert choice.why().startswith("none; 1 token would give ")
+    assert [*choice.said()["tokens_a_step"]] == [*choice.said()["times_as_long"]] == ["1"]
+    choice.now = 1
+    assert choice.why().startswith("1 token, ")
+
+
+def test_a_full_batch_chooses_no_drafts():
+    """No row is free for them, however much they would give. With a free row a trial begins."""
+    for rows, begins in ((2, False), (4, True)):
+        drafts, pair = NgramDrafts(4, 3, 1), [(row, Written()) for row in range(2)]
+        work: Any = SimpleNamespace(rows=pair, drafts=(), drafting=0)
+        for _ in range(64):
+            drafts.acceptance.add(4, 4)
+            drafts.after_read(work, 1.0, rows)
+        assert (drafts.length(2) > 0) == (drafts.why() is not None) == begins
 
 
 def test_a_disturbed_step_ends_no_drafts():
