@@ -43,6 +43,7 @@ from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.policies.precision.hobbit import Hobbit, find_heavy
 from host_offload.policies.precision.maps import HI, LO, top_map
 from host_offload.policies.precision.precision_names import precision_of
@@ -244,6 +245,8 @@ class Auto:
     """Seed of choices at random, for tests; None: by prices."""
     bare: bool = False
     """Whether steps say what they route and nothing else, as in generated traces."""
+    same_bits: bool = True
+    """Whether the second processor has the device's bits."""
 
     policy_name: str = NAME
 
@@ -251,6 +254,16 @@ class Auto:
     def policies(self) -> tuple[tuple[Policy, ...], ...]:
         """Of each arm."""
         return tuple(policies_of(arm) for arm in self.arms)
+
+    @functools.cached_property
+    def predicted(self) -> tuple[tuple[Policy, ...], ...]:
+        """Of each arm, to predict it: as if the device waited for experts that are deferred, which
+        no prediction has."""
+        waits = functools.partial(dataclasses.replace, defer=0)
+        return tuple(
+            tuple(waits(p) if isinstance(p, PlacementPolicy) else p for p in each)
+            for each in self.policies
+        )
 
     @functools.cached_property
     def ahead(self) -> bool:
@@ -350,10 +363,8 @@ class Auto:
     def init(self, spec: Spec) -> Watched:
         """Empty shadows, and the first arm. Raises SplitError if KV's floor does not fit."""
         names, layers = [*spec.version_bytes], spec.layers
-        of, version = zip(
-            *((i, v) for i, arm in enumerate(self.arms) for v in versions_of(arm, names)),
-            strict=True,
-        )
+        brought = [versions_of(arm, names) for arm in self.arms]
+        of, version = zip(*((i, v) for i, each in enumerate(brought) for v in each), strict=True)
         arms, first = np.array(of), np.searchsorted(of, range(len(self.arms)))
         each, cells = [self.fill_s], np.array([self.cells])
         if len(names) > 1 and spec.capacity is not None:
@@ -361,7 +372,7 @@ class Auto:
             cells = np.array([cells_per_layer(n, layers, spec.experts) for n in spec.capacity])
         fill_s = np.zeros((len(self.arms), len(arms)))
         fill_s[arms, range(len(arms))] = np.array(each)[[*version]]
-        lossy = np.bincount(arms, weights=version) > 0
+        lossy = np.array([self._is_lossy(i, versions) for i, versions in enumerate(brought)])
         weights = [self._weights(arm) for arm in of]
         shadows, brings = cold_shadows(weights, cells[[*version]], spec.experts), None
         if len(arms) > len(self.arms):
@@ -384,6 +395,11 @@ class Auto:
             ratios=self.ratios,
             said=said,
         )
+
+    def _is_lossy(self, arm: int, versions: Sequence[int]) -> bool:
+        """Whether an arm whose misses come in these versions changes outputs."""
+        placed = [p for p in self.policies[arm] if isinstance(p, PlacementPolicy)]
+        return any(versions) or any(p.defer or not self.same_bits for p in placed)
 
     def rests(self, state: Watched, glance: Glance) -> Watched | None:
         """Passes the steps that end no window and change no split."""
@@ -755,7 +771,7 @@ class Auto:
         steps = [record for record in records if record is not None]
         found = [
             predict_recent(steps, policies, state.spec, tables, self.costs, self.link)
-            for policies in self.policies
+            for policies in self.predicted
         ]
         late = slice(len(steps) // 2, None)
         held = np.stack([run.tables.address >= 0 for run in found])

@@ -8,6 +8,7 @@ timeline (step_timeline) when they happen. docs/explanation/simulator.md explain
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -198,11 +199,13 @@ class _Clock:
 def _placement_costs(
     policies: Sequence[Policy], spec: Spec | None, header: TraceHeader, model: CostModel
 ) -> PlacementCosts | None:
-    """Returns the costs that the placement among the policies uses, or None without a placement.
+    """Returns the costs that the placement among the policies, or the arms of policy auto, uses;
+    None without a placement.
 
     - `spec`: None: the trace's.
     """
-    for policy in policies:
+    arms = (arm for policy in policies for arm in getattr(policy, "predicted", ()))
+    for policy in itertools.chain(policies, *arms):
         if isinstance(policy, PlacementPolicy):
             if policy.defer:
                 raise CostError(

@@ -37,7 +37,7 @@ from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import Cells
 
 NOTHING = "policy auto: no expert is ever evicted here, so there is nothing to choose"
-TWO = "policy auto: a map says in which version each expert is, so there is nothing to choose"
+TWO = "policy auto: precision says in which version each expert is, so there is nothing to choose"
 PINNED = "policy auto: the eviction is given, so there is nothing to choose"
 
 
@@ -59,7 +59,9 @@ def with_auto(plan: StartPlan) -> StartPlan:
     else:
         arms = (*_eviction_arms(plan), *ahead)
     costs, source = _costs(plan)
-    auto = Auto(cells, costs, _link(plan), arms, source=source)
+    second = plan.steps.second
+    same = second is None or second.same_bits
+    auto = Auto(cells, costs, _link(plan), arms, source=source, same_bits=same)
     if (learned := _learned(plan)) is not None and learned["arm"] in arms:
         arm, ratios = learned["arm"], (float(learned["ratios"][0]), float(learned["ratios"][1]))
         arms = (arm, *(other for other in arms if other != arm))
@@ -104,13 +106,14 @@ def _ahead_arms(plan: StartPlan) -> tuple[str, ...]:
 
 
 def _version_arms(plan: StartPlan) -> tuple[str, ...]:
-    """Returns what misses may bring, if experts are paged in two versions and a policy decides
-    which: the whole version, the one of fewer bits, or what the precision says."""
+    """Returns what misses may bring, if experts are paged in two versions and a policy that an
+    option names decides which: the whole version, the one of fewer bits, or what the precision
+    says."""
     precision = plan.settings.options.policy.precision
-    if not isinstance(plan.mixed, PagedSpec) or plan.settings.precision.policy is None:
+    decided = isinstance(plan.mixed, PagedSpec) and plan.settings.precision.policy is not None
+    if not decided or not isinstance(precision, str):  # no arm can name another one's policy
         return ()
-    own = (f"{PRECISION}{precision}",) if isinstance(precision, str) else ()
-    return tuple(f"lru+{each}" for each in (*plan.spec.version_bytes, *own))
+    return tuple(f"lru+{each}" for each in (*plan.spec.version_bytes, f"{PRECISION}{precision}"))
 
 
 def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:

@@ -18,11 +18,13 @@ from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.policies.precision.hobbit import find_heavy
 from host_offload.simulate import auto
 from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
+from host_offload.simulate.prediction import predict
 from host_offload.simulate.shadows import cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from host_offload.traces.schema import TraceError
 from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.traces.traces_of import write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
 
@@ -247,6 +249,31 @@ def test_mutants_are_found(mutant, monkeypatch):
     monkeypatch.setattr(auto, name, replaced)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize(
+    ("startup", "more", "changes", "chosen"),
+    [
+        ("100us", "", {}, "placement"),
+        ("3ms", "", {}, "lfu"),
+        ("2200us", "", {}, "placement"),
+        ("2200us", "", {"same_bits": False}, "lfu"),
+        ("2200us", ",defer=1", {}, "lfu"),
+        ("100us", ",defer=1", {"same_bits": False}, "placement"),
+    ],
+)
+def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp_path):
+    """By the time that the second processor takes for an expert, which a load brings in 2 ms. One
+    that changes outputs must gain a tenth of the time."""
+    costs = f"per_token=1us,startup={startup},load=2ms,accelerator=10us,attention=10us"
+    arms = ("lru", "lfu", f"placement=fiddler,{costs}{more}")
+    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(100)], EXPERTS)
+    policy = an_auto(arms=arms, bare=True, **changes)
+    run = predict(trace, costs_of(FILL_S), policies=(policy,), cells=CELLS, driver="host")
+    assert run.simulation.control is not None
+    assert run.simulation.control["said"]["auto"]["arm"].startswith(chosen)
+    beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
+    assert (beside > 0) == (chosen == "placement")
 
 
 @pytest.mark.parametrize(

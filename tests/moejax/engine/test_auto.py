@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Decision, Moment
+from host_offload.policies.precision.precision_names import precision_of
 from host_offload.simulate import auto
 from host_offload.simulate.auto import EVICTIONS, Auto
 from host_offload.simulate.replay import replay
@@ -142,15 +143,29 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
         replay(read_trace(trace))
 
 
+def test_a_placement_that_defers_is_priced_as_one_that_changes_outputs(monkeypatch):
+    """Though no prediction has deferred experts."""
+    monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4))
+    placement = f"ktransformers,{COSTS},load=1ms,defer=2"
+    with open_llm(policy="auto", placement=placement, **HOST) as llm:
+        run(llm, mixed_jobs()[:2], check=False)
+        assert llm.engine.control is not None
+        controller = llm.engine.control.controller
+        assert "defer=2" in [*controller.stats()["said"]["auto"]["step_s"]][-1]
+        assert controller._seats[0].state.places.dearer.tolist() == [1, 1, 1, 1 + auto.FEWER_BITS]
+
+
 def test_what_is_given_is_pinned():
     for options, note in (
         ({"eviction": "lfu", "expert_budget": "40%"}, start.PINNED),
         ({"expert_budget": "100%"}, start.NOTHING),
         ({"precision": "random,paged=true", "memory": 4 << 20}, start.TWO),
+        ({"precision": precision_of("dynaexq,paged=true"), "memory": 4 << 20}, start.TWO),
     ):
         with open_llm(policy="auto", **options) as llm:
             assert note in llm.explain().notes
             assert llm.stats()["eviction"] == options.get("eviction", "lru")
+            assert {*llm.plan.settings.precision.policies} <= {*llm.plan.settings.policies}
     with open_llm(policy="auto", memory="5MiB", cells=[9, 8, 6, 5]) as llm:
         assert llm.stats()["control"]["said"]["auto"]["arm"] == "lru"
         policy = next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
