@@ -8,9 +8,11 @@ its reverse.
 
 The regret of a round is auto's time over that of the best arm in the same round, less 1. The best
 arm is the one whose median over the other rounds is the least, since the least of several noisy
-times is below all their means. Figures are medians over rounds; `regret in` and `lru in` hold
-them with 90%, and are the whole range of fewer than 5 rounds. Short loads have more rounds, and so,
-up to --most, have cells whose interval does not say whether the regret is 5%.
+times is below all their means. It leans low: where two arms are close, the other rounds may choose
+the slower one. Figures are medians over rounds; `regret in` and `lru in` hold them with 90%. Those
+of fewer than 5 rounds are the whole range, which holds them less often and decides nothing. Short
+loads have more rounds, and so, up to --most, have cells whose interval does not say whether the
+regret is 5%.
 
 `own` is the share of auto's time that its Python takes between steps, and `at best` the time of the
 best arm of each phase over that of the best arm, less 1, by rounds too. `tau` compares the mean of
@@ -69,8 +71,8 @@ STEP_S, PREFILL_S = 4e-3, 40e-3
 """Of a step of `tri` on two quiet cores, about, for --counted."""
 NEAR, BEHIND = 0.05, 0.1
 """Shares that the regret and the time over LRU's should not exceed."""
-MISSED = 0.1
-"""Probability that an interval does not hold the median."""
+MISSED, FEWEST = 0.1, 5
+"""Probability that an interval does not hold the median, and rounds from which on it can be so."""
 Phase = tuple[int, int, int]
 """Requests, tokens of each prompt, tokens of each answer."""
 Seconds = Mapping[str, Sequence[Any]]
@@ -250,8 +252,13 @@ def enough(seconds: Seconds, args: argparse.Namespace) -> bool:
     spent = min(float(times.sum()) for times in totals)
     if args.counted or len(seconds["auto"]) < args.rounds or spent < args.least:
         return args.counted
-    low, high = figures(seconds)["regret_in"]
-    return spent >= args.most or low > NEAR or high <= NEAR
+    return spent >= args.most or not _may_be_either(figures(seconds))
+
+
+def _may_be_either(cell: Mapping[str, Any]) -> bool:
+    """Whether a cell's interval does not say on which side of NEAR its regret is."""
+    low, high = cell["regret_in"]
+    return cell["rounds"] < FEWEST or low <= NEAR < high
 
 
 def measure(
@@ -482,7 +489,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of measured cells: links × memories × loads, also those of --keep."""
-    chosen = set(args.cells.split(",")) if args.cells else None
+    every = [args.links.split(","), args.memories.split(","), args.loads.split(",")]
+    names = {":".join(cell) for cell in itertools.product(*every)}
+    chosen = set(args.cells.split(",")) if args.cells else names
+    if unknown := chosen - names:
+        raise UserError(
+            f"--cells has no cell {min(unknown)!r}; cells are LINK:MEMORY:LOAD of --links "
+            f"{args.links}, --memories {args.memories} and --loads {args.loads}"
+        )
     of = {
         name: getattr(args, name) for name in ("model", "context", "tokens", "ablations", "counted")
     }
@@ -492,12 +506,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if of.items() <= row["of"].items() and "seconds" in row
     }
     done = {cell for cell, row in kept.items() if not args.go_on or enough(row["seconds"], args)}
-    for link, memory in itertools.product(args.links.split(","), args.memories.split(",")):
-        loads = [
-            load
-            for load in args.loads.split(",")
-            if chosen is None or f"{link}:{memory}:{load}" in chosen
-        ]
+    for link, memory in itertools.product(*every[:2]):
+        loads = [load for load in every[2] if f"{link}:{memory}:{load}" in chosen]
         yield from (kept[link, memory, load] for load in loads if (link, memory, load) in done)
         loads = [load for load in loads if (link, memory, load) not in done]
         if not loads:
@@ -541,7 +551,8 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the cells say together."""
     near = sum(row["regret"] <= NEAR for row in rows)
-    open_ = sum(row["regret_in"][0] <= NEAR < row["regret_in"][1] for row in rows)
+    timed = [row for row in rows if row["own"] is not None]  # others' figures are exact
+    open_ = sum(map(_may_be_either, timed))
     worst = max(row["to_lru"] for row in rows)
     behind = sum(row["to_lru"] > BEHIND for row in rows)
     shifted = [row for row in rows if row["load"] == "shift"]
@@ -555,7 +566,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found.append(f"{switches} changes moved {moved:.1f} MB")
     if shifted:
         ahead = sum(row["regret"] < 0 for row in shifted)
-        surely = sum(row["regret_in"][1] < 0 for row in shifted)
+        few = [row for row in timed if row["rounds"] < FEWEST]
+        surely = sum(row["regret_in"][1] < 0 for row in shifted if row not in few)
         found.append(
             f"ahead of the best arm in {ahead} of {len(shifted)} cells that shift, "
             f"with 90% in {surely}"
@@ -573,7 +585,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cells", metavar="LINK:MEMORY:LOAD,…", help="only these of them")
     add("--context", type=int, default=512, help="most tokens of a sequence")
     add("--tokens", type=int, default=96, help="decode steps of a load (default: %(default)s)")
-    add("--rounds", type=int, default=2, help="at least (default: %(default)s)")
+    add("--rounds", type=int, default=FEWEST, help="at least (default: %(default)s)")
     add("--least", type=float, default=2.0, help="seconds of each arm (default: %(default)s)")
     add("--most", type=float, default=8.0, help="more are for 5%% alone (default: %(default)s)")
     add("--keep", type=Path, metavar="FILE", help="lines of JSON")

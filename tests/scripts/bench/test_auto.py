@@ -67,32 +67,54 @@ def test_short_loads_have_more_rounds_and_programs_are_compiled_before(engine, c
         "12MiB",
         "--loads",
         "chat,shift",
+        "--least",
+        "4",
         "--keep",
         str(keep),
     ]
     chat, shift = json_lines(capsys, auto.main, *given)
-    assert (chat["rounds"], shift["rounds"]) == (4, 2)
+    assert (chat["rounds"], shift["rounds"]) == (7, 5)
     assert chat["auto_s"] == pytest.approx(0.6) and chat["regret"] == shift["regret"] == 0
     assert 0 < chat["own"] < 0.1 and chat["at_best"] is None and shift["at_best"] == 0
-    assert engine.runs == (4 + 2) * 4 + 1
+    assert engine.runs == (7 + 5) * 4 + 1
     first = json.loads(keep.read_text().splitlines()[0])
     # A file of before, with the time of all phases.
     first["seconds"] = {name: [sum(r) for r in times] for name, times in first["seconds"].items()}
     keep.write_text(json.dumps(first) + "\n")
     again = json_lines(capsys, auto.main, *given, "--rounds", "3")
-    assert again[0]["auto_s"] == chat["auto_s"] and engine.runs == (4 + 2 + 3) * 4 + 1
-    more = json_lines(capsys, auto.main, *given, "--rounds", "6", "--go-on")
-    assert [row["rounds"] for row in more] == [6, 6] and engine.runs == (4 + 2 + 3 + 2 + 3) * 4 + 1
+    # So few rounds decide nothing, so that they are followed by others up to --most.
+    assert again[0]["auto_s"] == chat["auto_s"] and engine.runs == (7 + 5 + 4) * 4 + 1
+    more = json_lines(capsys, auto.main, *given, "--rounds", "9", "--go-on")
+    assert [row["rounds"] for row in more] == [9, 9] and engine.runs == (7 + 5 + 4 + 2 + 5) * 4 + 1
 
 
 def test_a_regret_that_may_be_5_percent_or_more_has_more_rounds():
-    """Up to a limit."""
-    args: Any = SimpleNamespace(counted=False, rounds=2, least=1.0, most=4.0)
-    lru = [1.0, 1.0]
-    for times, decided in (([1.0, 1.04], True), ([1.1, 1.06], True), ([1.0, 1.06], False)):
-        assert auto.enough({"auto": times, "lru": lru}, args) == decided
-    assert auto.enough({"auto": [1.0, 1.06] * 2, "lru": lru * 2}, args)
-    assert not auto.enough({"auto": [1.0], "lru": [1.0]}, args)
+    """Up to a limit. Fewer than 5 rounds do not say which it is."""
+    args: Any = SimpleNamespace(counted=False, rounds=2, least=1.0, most=6.0)
+    for times, decided in (
+        ([1.0] * 4 + [1.04], True),
+        ([1.1] * 4 + [1.06], True),
+        ([1.0] * 4 + [1.06], False),
+        ([1.0] * 5 + [1.06], True),
+        ([1.0] * 4, False),
+        ([1.0], False),
+    ):
+        assert auto.enough({"auto": times, "lru": [1.0] * len(times)}, args) == decided
+
+
+def test_what_few_rounds_say_is_not_certain():
+    about = {"load": "shift", "own": 0.1, "tau": 1.0, "switch_mb": 0.0, "switches": 0}
+    for rounds, own, said in ((4, 0.1, (1, 0)), (5, 0.1, (0, 1)), (1, None, (0, 1))):
+        seconds = {"auto": [0.9] * rounds, "lru": [1.0] * rounds}
+        first, *_, last = auto.summary([about | auto.figures(seconds) | {"own": own}])
+        assert f"either way in {said[0]};" in first and last.endswith(f"with 90% in {said[1]}")
+
+
+def test_a_cell_that_is_not_there_is_named(engine, capsys):
+    assert auto.main(["--cells", "2GB/s:12MiB:chat,1GB/s:12MiB:chat", "--links", "1GB/s"]) == 2
+    said = capsys.readouterr().err
+    assert "no cell '2GB/s:12MiB:chat'; cells are LINK:MEMORY:LOAD of --links 1GB/s" in said
+    assert not engine.runs
 
 
 def noisy_cells(factor: float, rounds: int) -> Iterator[dict[str, list[float]]]:
