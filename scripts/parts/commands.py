@@ -25,7 +25,7 @@ COMMANDS = {
     "bench": (
         *("decode", "prefill", "load", "start", "peers", "formats", "drafts", "layers"),
         *("sampling", "attention", "auto", "planner", "decoders", "users", "answers"),
-        "predictors",
+        *("predictors", "maps"),
     ),
     "check": (
         "batch",

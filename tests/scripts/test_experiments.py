@@ -113,6 +113,9 @@ OTHERS = {
         *("--model", "demo", "--count", "4", "--seeds", "2", "--length", "48"),
         *("--width", "16", "--epochs", "1", "--domains", "arithmetic", "python"),
     ),
+    "python -m scripts.bench maps": (
+        *("--model", "demo", "--count", "4", "--seeds", "2", "--prompt", "16", "--tokens", "8"),
+    ),
     "python -m scripts.bench answers": (
         *("--count", "2", "--seeds", "2", "--domains", "arithmetic", "--precision", "int4"),
         "cache_aware_routing=buddies=train",
