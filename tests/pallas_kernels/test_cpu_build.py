@@ -252,3 +252,26 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
         result = subprocess.run([program, seed, "40"], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr[-3000:]
         assert result.stdout.startswith("ok wide portable")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_sanitizers_find_nothing_in_integer_products(repository, tmp_path):
+    """Of the widest vectors that run here and of portable code, which have the same bits."""
+    compiler, said = build.find_compiler(), []
+    known = Path("/proc/cpuinfo").read_text().split() if sys.platform == "linux" else []
+    sets = build.PORTABLE | ({"avx2": build.X86["avx2"]} if "avx2" in known else {})
+    flags = [*build.FLAGS, "-O1", "-g", "-fno-sanitize-recover=all", "-I", str(repository)]
+    # Of "undefined" what matters to them: all of it took four times as long to compile.
+    sanitizers = "address,bounds,shift,signed-integer-overflow"
+    flags += ["-I", str(build.HERE), f"-fsanitize={sanitizers}", "-Wno-unused-function"]
+    units = {
+        isa: [*flags, f"-DMOEJAX_LANES={lanes}", *extra, str(source)]
+        for isa, (lanes, extra) in sets.items()
+        for source in [repository / "tests/pallas_kernels/integers_check.cc"]
+    }
+    for program in build.compile_units(compiler, units, tmp_path):
+        result = subprocess.run([program, "1", "200"], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+        said.append(result.stdout)
+    assert said[0].startswith("ok ") and set(said) == {said[0]}
