@@ -154,6 +154,9 @@ INLINE v32 listed(const Integers& as) {
   return as.list ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)as.list)) : v32{};
 }
 
+// Not through memory, where GCC keeps what memcpy has written.
+INLINE v32 loaded(const uint16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+
 // Where the upper bits of elements lie whose codes are multiples of the upper bits' own elements away.
 struct Place {
   __m128i up, down;
@@ -306,14 +309,23 @@ INLINE void add_up(const v32* v, v32 (&out)[2]) {
   out[0] = (v32)_mm256_shuffle_ps(a, b, 0x88), out[1] = (v32)_mm256_shuffle_ps(a, b, 0xdd);
 }
 
-// Four vectors whose halves have a unit's lane and another one's of a step, then the next step's: of
-// eight steps the first units' sums, then the others'.
+// Words of two steps, whose halves have four words of one unit and four of another one: two words of
+// each unit, of the first step, then of the second one.
+INLINE v32 pack_steps(v32 first, v32 second) {
+  const __m256 a = (__m256)first, b = (__m256)second;
+  return _mm256_add_epi16((v32)_mm256_shuffle_ps(a, b, 0x88), (v32)_mm256_shuffle_ps(a, b, 0xdd));
+}
+
+// Four vectors of packed steps: of eight steps the first units' sums, then the others'. fit: the words of
+// both halves may be added.
+template <bool fit>
 INLINE void add_packed(const v32* v, v32 (&out)[2]) {
   __m256 both[2];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
-    both[i] = (__m256)_mm256_add_epi32(_mm256_permute2x128_si256(v[i], v[i + 2], 0x20),
-                                       _mm256_permute2x128_si256(v[i], v[i + 2], 0x31));
+    const v32 low = _mm256_permute2x128_si256(v[i], v[i + 2], 0x20), high = _mm256_permute2x128_si256(v[i], v[i + 2], 0x31);
+    if (fit) both[i] = (__m256)_mm256_madd_epi16(_mm256_add_epi16(low, high), ones());
+    else both[i] = (__m256)_mm256_add_epi32(low, high);
   }
   out[0] = (v32)_mm256_shuffle_ps(both[0], both[1], 0x88), out[1] = (v32)_mm256_shuffle_ps(both[0], both[1], 0xdd);
 }
@@ -324,6 +336,7 @@ template <class K, int E, int T>
 void row_sums(const Integers& as, const IntegerRow& row, const void* const* numbers, int64_t room, int32_t* out) {
   constexpr int pairs = K::words ? 1 : K::fields;  // of planes
   constexpr bool small = !K::words && K::sums;     // a unit's products fit into eight words
+  constexpr bool fit = K::sums >= (E == 32 ? 8 : 4);  // into two words
   const int64_t size = row.n / K::planes, steps = size / E;
   const v32 table = listed(as);
   int64_t high_at = 0, multiple = 0;
@@ -369,7 +382,7 @@ void row_sums(const Integers& as, const IntegerRow& row, const void* const* numb
               if (K::sums) {
                 v32 sums = _mm256_maddubs_epi16(codes[0][f], one);
                 if (E == 32) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes[E / 16 - 1][f], other));
-                two[j][t][f] = _mm256_madd_epi16(sums, ones());
+                two[j][t][f] = sums;
               } else {
                 two[j][t][f] = add_products<K>(v32{}, codes[0][f], one);
                 if (E == 32) two[j][t][f] = add_products<K>(two[j][t][f], codes[E / 16 - 1][f], other);
@@ -382,8 +395,10 @@ void row_sums(const Integers& as, const IntegerRow& row, const void* const* numb
       for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
         for (int f = 0; f < pairs; f++) {
-          if constexpr (small) part[t][f][i / 2] = _mm256_madd_epi16(_mm256_packs_epi32(two[0][t][f], two[1][t][f]), ones());
-          else part[t][f][i] = two[0][t][f], part[t][f][i + 1] = two[1][t][f];
+          if constexpr (small) {
+            const v32 packed = pack_steps(two[0][t][f], two[1][t][f]);
+            part[t][f][i / 2] = fit ? packed : _mm256_madd_epi16(packed, ones());
+          } else part[t][f][i] = two[0][t][f], part[t][f][i + 1] = two[1][t][f];
         }
       }
     }
@@ -392,7 +407,7 @@ void row_sums(const Integers& as, const IntegerRow& row, const void* const* numb
 #pragma GCC unroll 4
       for (int p = 0; p < pairs; p++) {
         v32 sums[2];
-        if constexpr (small) add_packed(part[t][p], sums);
+        if constexpr (small) add_packed<fit>(part[t][p], sums);
         else add_up(part[t][p], sums);
         int32_t* mine = out + t * room + p * steps + first;
         store_lanes(mine, count, sums[0]), store_lanes(mine + pairs * steps, count, sums[1]);
@@ -718,7 +733,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   };
 #ifdef __AVX2__
   if (size % 16 == 0 && high_size % 16 == 0) {
-    // Of codes of six bits, the products of 32 numbers would not fit into row_sums' words.
+    // Of codes of six bits, the products of 32 numbers do not fit into row_sums' words.
     const bool whole = !sixteen && size % 32 == 0 && high_size % 32 == 0 && as.bits + as.highs != 6;
     return with_kind(as, [&](auto kind) {
       using K = decltype(kind);
@@ -795,6 +810,7 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
                int64_t highs_ahead, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
   constexpr int P = K::planes, F = K::fields, R = 8;  // a vector has planes f and f + F side by side, or words of f
   constexpr int most = K::sums ? K::sums : 1;   // products of pairs that fit into words
+  constexpr int some = K::words || most > R / 2 ? R / 2 : most;
   alignas(32) v32 factors[16][T][F];            // of each two rows
   for (int64_t j = 0; j < step / 2; j++) {
     for (int t = 0; t < T; t++) {
@@ -818,10 +834,10 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
     v32 sums[T][C][2][F][2];
     const bool again = group, last = group + R == step;
 #pragma GCC unroll 4
-    for (int first = 0; first < R / 2; first += K::words || most > R / 2 ? R / 2 : most) {
+    for (int first = 0; first < R / 2; first += some) {
       v32 open[T][C][2][F] = {};
-#pragma GCC unroll 8
-      for (int i = first; i < R / 2 && (K::words || i < first + most); i++) {
+#pragma GCC unroll 4
+      for (int i = first; i < first + some; i++) {
         const int64_t j = group / 2 + i;
         const uint16_t* one = rows.codes + 2 * j * rows.apart + at;
 #pragma GCC unroll 2
@@ -832,13 +848,13 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
         }
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) {
-          const v32 a = load<v32>(one + 16 * c), b = load<v32>(one + rows.apart + 16 * c);
+          const v32 a = loaded(one + 16 * c), b = loaded(one + rows.apart + 16 * c);
           v32 both[2], highs[2] = {};
           if (K::words) both[0] = _mm256_unpacklo_epi16(a, b), both[1] = _mm256_unpackhi_epi16(a, b);
           else both[0] = _mm256_unpacklo_epi8(a, b), both[1] = _mm256_unpackhi_epi8(a, b);
           if (K::highs) {
             const uint16_t* upper = rows.highs + 2 * j * rows.apart + at + 16 * c;
-            const v32 of_a = load<v32>(upper), of_b = load<v32>(upper + rows.apart);
+            const v32 of_a = loaded(upper), of_b = loaded(upper + rows.apart);
             highs[0] = _mm256_unpacklo_epi8(of_a, of_b), highs[1] = _mm256_unpackhi_epi8(of_a, of_b);
           }
 #pragma GCC unroll 2
@@ -852,8 +868,9 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
               for (int t = 0; t < T; t++) {
                 const v32 by = factors[j][t][f];
                 v32& mine = open[t][c][k][f];
-                if (K::words) mine = add_products<K>(mine, codes[f], by);
-                else if (K::sums) mine = _mm256_add_epi16(mine, _mm256_maddubs_epi16(positive, by));
+                // One after the other: sums that wait for each other in a tree have no room in registers.
+                if (K::words) mine = unfused(add_products<K>(mine, codes[f], by));
+                else if (K::sums) mine = unfused(_mm256_add_epi16(mine, _mm256_maddubs_epi16(positive, by)));
                 else mine = _mm256_add_epi16(mine, _mm256_maddubs_epi16(positive, _mm256_sign_epi8(by, codes[f])));
               }
             }
@@ -1002,7 +1019,7 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
                  const float* const* h, int64_t tokens, float* const* y, float* scratch) {
   const Coding& c = f.matrix[DOWN];
   const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1;
-  const int64_t room = lanes_of(n), units = f.width / c.unit, part = f.width / (planes > high_planes ? planes : high_planes);
+  const int64_t room = sums_apart(n), units = f.width / c.unit, part = f.width / (planes > high_planes ? planes : high_planes);
   const int64_t step = c.unit == 32 && part % 32 == 0 ? 32 : 16, twice = c.unit / step;
   float *scale = scratch, *shift = scale + room, *lanes = shift + room;
   int32_t* sums = (int32_t*)(lanes + tokens * kUnitLanes * room);
@@ -1030,7 +1047,7 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
         const Quantized to(h[t], f.width);
         const int32_t* mine = sums + (t * (units / every) + u / every) * twice * room;
         add(mine, twice == 2 ? mine + room : nullptr, as.zero, scale, shift, to.scale[c.unit == 16][u],
-            to.sum[c.unit == 16][u], room, lanes + (t * kUnitLanes + u % kUnitLanes) * room);
+            to.sum[c.unit == 16][u], lanes_of(n), lanes + (t * kUnitLanes + u % kUnitLanes) * room);
       }
     }
   }

@@ -90,10 +90,13 @@ static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t rows = tokens > kFew ? 1 : kRowsAtOnce;
   return (34 + rows * tokens) * units + hidden + (tokens > kFew ? block + open : 0);
 }
+// The distance of rows of n sums: more than their size, since rows that lie whole pages apart share a
+// few sets of the first cache.
+static inline int64_t sums_apart(int64_t n) { return (n + 7) / 8 * 8 + 16; }
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
   const int64_t few = tokens > kFew ? kFew : tokens, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t blocks = kBlocks * (kOutputs * width / 2 + 48);
-  return (n + 7) / 8 * 8 * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open : 0);
+  return sums_apart(n) * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open : 0);
 }
 
 // Columns of one call of `integer_columns`, as ops make it: few tokens read long streams, and the sums of
