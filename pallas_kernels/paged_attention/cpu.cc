@@ -68,20 +68,22 @@ void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   const bool widened = c.type == Type::F16;
   span.from = from, span.to = to;
   if (widened && !span.wide) span.wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
-  for (int64_t i = from; i < to; i++) {
-    const int64_t position = start + i;
-    const int64_t page =
-        c.block_table[task.queries.sequence * c.blocks + position / c.block_size];
-    const int64_t row = page + c.layer * s.rows_per_layer +
-                        position % c.block_size * s.rows_per_token + head;
-    const char* memory = reinterpret_cast<const char*>(c.arena);
-    span.keys[i] = memory + row * c.head_dim * s.size;
-    span.values[i] = memory + (row + (c.latent ? 0 : c.kv_heads)) * c.head_dim * s.size;
-    if (!widened) continue;
-    float *key = &(*span.wide)[2 * i * c.head_dim], *value = key + c.head_dim;
-    k.widen(c.type, span.keys[i], c.head_dim, key);
-    k.widen(c.type, span.values[i], s.value_dim, value);
-    span.keys[i] = key, span.values[i] = value;
+  for (int64_t i = from; i < to;) {
+    const int64_t block = (start + i) / c.block_size, within = (start + i) % c.block_size;
+    const int64_t page = c.block_table[task.queries.sequence * c.blocks + block];
+    const int64_t row = page + c.layer * s.rows_per_layer + within * s.rows_per_token + head;
+    const int64_t row_size = c.head_dim * s.size, step = s.rows_per_token * row_size;
+    const char* key = reinterpret_cast<const char*>(c.arena) + row * row_size;
+    const char* value = key + (c.latent ? 0 : c.kv_heads) * row_size;
+    const int64_t stop = std::min(to, i + c.block_size - within);
+    for (; i < stop; i++, key += step, value += step) {
+      span.keys[i] = key, span.values[i] = value;
+      if (!widened) continue;
+      float *wide_key = &(*span.wide)[2 * i * c.head_dim], *wide_value = wide_key + c.head_dim;
+      k.widen(c.type, key, c.head_dim, wide_key);
+      k.widen(c.type, value, s.value_dim, wide_value);
+      span.keys[i] = wide_key, span.values[i] = wide_value;
+    }
   }
 }
 

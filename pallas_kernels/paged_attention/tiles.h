@@ -10,12 +10,17 @@
 namespace moejax {
 namespace {
 
+// Sums in flight hide the latency of a multiplication: 12 of 16 registers, or 16 of 32.
 constexpr int kTileRows = 4;
 #if MOEJAX_LANES == 16
 constexpr int kTileVectors = 4;
+#elif MOEJAX_LANES == 8
+constexpr int kTileVectors = 3;
 #else
 constexpr int kTileVectors = 2;
 #endif
+constexpr int64_t kFewRows = 8;  // of no more, values are multiplied where they lie
+constexpr int kStep = 4;  // words that a tile passes between two steps of an Ahead
 
 template <Type kind>
 constexpr bool in_pairs() {
@@ -54,45 +59,96 @@ struct Ahead {
   }
 };
 
+// What products multiply: get(u, w) gives the C vectors of word u. C is a multiple of `unit`, at most
+// `most`.
+
+struct Panel {  // [word][vector][L]
+  static constexpr int unit = 1, most = kTileVectors;
+  const uint32_t* words;
+  int64_t vectors;
+  INLINE Panel from(int64_t vector) const { return {words + vector * L, vectors}; }
+  template <int C>
+  INLINE void get(int64_t u, vu* w) const {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) w[c] = load<vu>(words + (u * vectors + c) * L);
+  }
+};
+
+struct Lying {  // rows of bfloat16: the even words of 2·L, and the odd ones
+  static constexpr int unit = 2, most = kTileVectors / 2 * 2;
+  const void* const* rows;
+  int64_t at;
+  INLINE Lying from(int64_t vector) const { return {rows, at + vector * L}; }
+  template <int C>
+  INLINE void get(int64_t u, vu* w) const {
+#pragma GCC unroll 4
+    for (int c = 0; c < C / 2; c++) {
+      const vu both = load<vu>((const uint16_t*)rows[u] + at + c * 2 * L);
+      w[2 * c] = both << 16, w[2 * c + 1] = both & 0xffff0000u;
+    }
+  }
+};
+
+// a [row][word], words [from, to) of which count.
+struct Factors {
+  const uint32_t* words;
+  int64_t stride, from, to;
+};
+
 // out[t][lane] += Σ_u a[t][u] · b[u][lane], u ascending, for T rows and C vectors of lanes.
-template <bool pairs, int T, int C>
-INLINE void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                    int64_t words, float* out, int64_t stride, bool onto, Ahead& ahead) {
+template <bool pairs, int T, int C, class Words>
+INLINE void product(const Factors& a, int64_t row, const Words& b, float* out, int64_t stride, bool onto,
+                    Ahead& ahead) {
+  const uint32_t* words = a.words + row * a.stride;
+  const int64_t a_stride = a.stride, to = a.to;
   vf total[T][C];
   for (int t = 0; t < T; t++) {
     for (int c = 0; c < C; c++) total[t][c] = onto ? load<vf>(out + t * stride + c * L) : vf{};
   }
-  for (int64_t u = 0; u < words; u++, b += b_stride) {
-    ahead.step();
+  const auto add = [&](int64_t u) __attribute__((always_inline)) {
     vu w[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) w[c] = load<vu>(b + c * L);
+    b.template get<C>(u, w);
 #pragma GCC unroll 4
     for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], a[t * a_stride + u]);
+      for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], words[t * a_stride + u]);
     }
+  };
+  int64_t u = a.from;
+  for (; u + kStep <= to; u += kStep) {
+    ahead.step();
+#pragma GCC unroll 4
+    for (int i = 0; i < kStep; i++) add(u + i);
   }
+  for (; u < to; u++) add(u);
   for (int t = 0; t < T; t++) {
     for (int c = 0; c < C; c++) store(out + t * stride + c * L, total[t][c]);
   }
 }
 
-template <bool pairs>
-void products(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b,
-              int64_t b_stride, int64_t words, int64_t lanes, float* out, int64_t stride, bool onto,
-              Ahead& ahead) {
-  for (int64_t t = 0; t < rows; t += kTileRows) {
-    chosen<1, kTileRows>(rows - t, [&](auto count) {
-      constexpr int T = count.value;
-      int64_t at = 0;
-      for (; at + kTileVectors * L <= lanes; at += kTileVectors * L) {
-        product<pairs, T, kTileVectors>(a + t * a_stride, a_stride, b + at, b_stride, words,
-                                        out + t * stride + at, stride, onto, ahead);
-      }
-      for (; at < lanes; at += L) {
-        product<pairs, T, 1>(a + t * a_stride, a_stride, b + at, b_stride, words,
-                             out + t * stride + at, stride, onto, ahead);
+// Vectors of the next tile, of those that are left: no tile of one behind a whole one.
+INLINE int64_t tile_of(int64_t left, int64_t most) {
+  return most > 2 && left == most + 1 ? most - 1 : least(left, most);
+}
+
+// Steps of an Ahead while some rows pass some lanes.
+INLINE int64_t steps_of(int64_t rows, int64_t words, int64_t lanes, int64_t most) {
+  const int64_t tiles = (lanes / L + most - 1) / most;
+  return (rows + kTileRows - 1) / kTileRows * tiles * (words / kStep);
+}
+
+// Some vectors of lanes, and all rows.
+template <bool pairs, class Words>
+void products(int64_t rows, const Factors& a, const Words& b, int64_t vectors, float* out, int64_t stride,
+              bool onto, Ahead& ahead) {
+  for (int64_t v = 0, tile; v < vectors; v += tile) {
+    tile = tile_of(vectors - v, Words::most);
+    chosen<1, Words::most / Words::unit>(tile / Words::unit, [&](auto units) {
+      constexpr int C = units.value * Words::unit;
+      for (int64_t t = 0; t < rows; t += kTileRows) {
+        chosen<1, kTileRows>(rows - t, [&](auto count) {
+          product<pairs, count.value, C>(a, t, b.from(v), out + t * stride + v * L, stride, onto, ahead);
+        });
       }
     });
   }
@@ -140,10 +196,10 @@ INLINE void turn(vu* v) {
 #endif
 }
 
-// Words [at, at + 2·L elements) of a row as vectors: one of pairs, or two of floats.
+// 2·L elements of a row from `at` on: one vector of bfloat16, or two of floats.
 template <Type kind>
 INLINE void words_of(const void* row, int64_t at, int64_t n, vu* out) {
-  if constexpr (in_pairs<kind>()) {
+  if constexpr (kind == Type::BF16) {
     if (at + 2 * L <= n) out[0] = load<vu>((const uint16_t*)row + at);
     else out[0] = load<vu>(End<kind>(row, at, n).bytes);
   } else {
@@ -152,57 +208,70 @@ INLINE void words_of(const void* row, int64_t at, int64_t n, vu* out) {
   }
 }
 
-// panel[word][key] of a span. Returns how many words a key has.
+// panel[word][key] of L · vectors keys of a span, from one on.
 template <Type kind>
-int64_t turn_keys(const AttendedSpan& s, uint32_t* panel) {
-  constexpr int parts = in_pairs<kind>() ? 1 : 2;
-  int64_t word = 0;
-  for (int64_t at = 0; at < s.head_dim; at += 2 * L, word += parts * L) {
-    for (int64_t key = 0; key < kSpan; key += L) {
+void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
+  constexpr int parts = kind == Type::BF16 ? 1 : 2;
+  for (int64_t key = first; key < first + vectors * L; key += L) {
+    const void* rows[L];
+    for (int64_t i = 0; i < L; i++) rows[i] = key + i >= s.from && key + i < s.to ? s.keys[key + i] : nullptr;
+    uint32_t* out = panel + key - first;
+    for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
       vu v[2][L];
       for (int64_t i = 0; i < L; i++) {
         vu mine[2] = {};
-        if (key + i >= s.from && key + i < s.to) words_of<kind>(s.keys[key + i], at, s.head_dim, mine);
+        if (rows[i]) words_of<kind>(rows[i], at, s.head_dim, mine);
         for (int part = 0; part < parts; part++) v[part][i] = mine[part];
       }
       for (int part = 0; part < parts; part++) {
         turn(v[part]);
-        for (int64_t i = 0; i < L; i++) store(panel + (word + part * L + i) * kSpan + key, v[part][i]);
+        if constexpr (kind == Type::BF16 && !in_pairs<kind>()) {
+          // Parted behind the turn: half the turns.
+          for (int64_t i = 0; i < L; i++) {
+            store(out + i * vectors * L, v[part][i] << 16);
+            store(out + (L + i) * vectors * L, v[part][i] & 0xffff0000u);
+          }
+          out += 2 * L * vectors * L;
+        } else {
+          for (int64_t i = 0; i < L; i++, out += vectors * L) store(out, v[part][i]);
+        }
       }
     }
   }
-  return word;
 }
 
-// panel[word of keys][column], the columns in the order of totals.
+// panel[word of keys][column] of L · vectors columns from one on, in the order of totals.
 template <Type kind>
-void lay_values(const AttendedSpan& s, int64_t columns, uint32_t* panel) {
+void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
   const auto row = [&](int64_t key, int64_t at, vu* out) {
     out[0] = out[1] = vu{};
     if (key >= s.from && key < s.to) words_of<kind>(s.values[key], at, s.value_dim, out);
   };
-  constexpr int step = in_pairs<kind>() ? 2 : 1;
-  for (int64_t key = 0; key < kSpan; key += step, panel += columns) {
-    for (int64_t at = 0; at < columns; at += 2 * L) {
+  for (int64_t key = 0; key < kSpan; key += in_pairs<kind>() ? 2 : 1) {
+    for (int64_t at = first; at < first + vectors * L; at += 2 * L, panel += 2 * L) {
       vu a[2], b[2];
       row(key, at, a);
       if constexpr (in_pairs<kind>()) {
         row(key + 1, at, b);
-        store(panel + at, (a[0] & 0xffffu) | (b[0] << 16));
-        store(panel + at + L, (a[0] >> 16) | (b[0] & 0xffff0000u));
-      } else {
-        store(panel + at, a[0]), store(panel + at + L, a[1]);
+        a[1] = (a[0] >> 16) | (b[0] & 0xffff0000u);
+        a[0] = (a[0] & 0xffffu) | (b[0] << 16);
+      } else if constexpr (kind == Type::BF16) {
+        a[1] = a[0] & 0xffff0000u, a[0] = a[0] << 16;
       }
+      store(panel, a[0]), store(panel + L, a[1]);
     }
   }
 }
 
-// Whether no bfloat16 (pairs) or float of a panel is infinite or NaN.
-template <bool pairs>
-bool is_finite(const uint32_t* panel, int64_t words) {
-  constexpr uint32_t low = 0x7f80u, high = 0x7f800000u;
-  for (int64_t i = 0; i < words; i++) {
-    if ((panel[i] & high) == high || (pairs && (panel[i] & low) == low)) return false;
+// Whether no value of a span is infinite or NaN.
+template <Type kind>
+bool is_finite(const AttendedSpan& s) {
+  for (int64_t key = s.from; key < s.to; key++) {
+    for (int64_t i = 0; i < s.value_dim; i++) {
+      const uint32_t bits = kind == Type::BF16 ? (uint32_t)((const uint16_t*)s.values[key])[i] << 16
+                                               : ((const uint32_t*)s.values[key])[i];
+      if ((bits & 0x7f800000u) == 0x7f800000u) return false;
+    }
   }
   return true;
 }
@@ -225,15 +294,20 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
   for (int i = 0; i < L; i++) lane[i] = i;
   const float before = s.top[row];
   vf best = splat(before), part = {};
+  const bool whole = first <= 0 && end >= kSpan;
   for (int64_t i = 0; i < kSpan; i += L) {
     const vi key = lane + (int32_t)i;
-    const vf score = load<vf>(scores + i) * s.scale;
-    const vf seen = (key >= first) & (key < end) ? score : splat(-__builtin_inff());
+    vf seen = load<vf>(scores + i) * s.scale;
+    if (!whole) seen = (key >= first) & (key < end) ? seen : splat(-__builtin_inff());
     best = seen > best ? seen : best;
     store(scores + i, seen);
   }
-  float top = best[0];
-  for (int i = 1; i < L; i++) top = best[i] > top ? best[i] : top;
+  float tops[L];
+  store(tops, best);
+  for (int64_t half = L / 2; half; half /= 2) {
+    for (int64_t i = 0; i < half; i++) tops[i] = tops[i + half] > tops[i] ? tops[i + half] : tops[i];
+  }
+  const float top = tops[0];
   const float safe = top == -__builtin_inff() ? 0 : top;
   for (int64_t i = 0; i < kSpan; i += L) {
     const vf p = exponential(load<vf>(scores + i) - safe);
@@ -260,39 +334,51 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
   s.mass[row] += sum(part);
 }
 
+// A panel has a tile or two of vectors: it stays in the first cache while all rows pass.
 template <Type kind>
 void attend_as(const AttendedSpan& s) {
-  constexpr bool pairs = in_pairs<kind>();
-  constexpr int64_t kAtOnce = 16, size = kind == Type::BF16 ? 2 : 4;
-  const int64_t columns = (s.value_dim + 2 * L - 1) / (2 * L) * (2 * L);
-  uint32_t *keys = s.scratch, *values = keys + kSpan * padded(s.head_dim);
-  const int64_t words = turn_keys<kind>(s, keys);
-  lay_values<kind>(s, columns, values);
-  const int64_t tiles = (s.rows + kTileRows - 1) / kTileRows;
+  constexpr bool pairs = in_pairs<kind>(), can_lie = kind == Type::BF16 && !pairs;
+  constexpr int64_t kAtOnce = 64, size = kind == Type::BF16 ? 2 : 4;
+  constexpr int64_t weights = pairs ? kSpan / 2 : kSpan;  // words
+  const auto whole = [](int64_t n) { return (n + 2 * L - 1) / (2 * L) * (2 * L); };
+  const int64_t columns = whole(s.value_dim), words = whole(s.head_dim) / (pairs ? 2 : 1);
+  const bool all = seen_by_all(s), lie = can_lie && all && s.rows <= kFewRows && columns == s.value_dim;
   Ahead next_keys(s.next_keys, s.next_from, s.next_to, s.head_dim * size,
-                  tiles * words * (kSpan / (kTileVectors * L)));
+                  steps_of(s.rows, words, kSpan, kTileVectors));
   Ahead next_values(s.next_values, s.next_from, s.next_to, s.value_dim * size,
-                    tiles * (pairs ? kSpan / 2 : kSpan) * ((columns + kTileVectors * L - 1) / (kTileVectors * L)));
+                    steps_of(s.rows, weights, columns, lie ? Lying::most : kTileVectors));
   alignas(64) float scores[kAtOnce * kSpan];
   // 0 times such a value is NaN: rows must not meet values that they do not see.
-  const bool alone = !seen_by_all(s) && !is_finite<pairs>(values, (pairs ? kSpan / 2 : kSpan) * columns);
+  const bool alone = !all && !is_finite<kind>(s);
   const int64_t at_once = alone ? 1 : kAtOnce;
   for (int64_t row = 0; row < s.rows; row += at_once) {
     const int64_t count = least(at_once, s.rows - row);
-    if (alone) {
-      AttendedSpan own = s;
-      own.from = s.first[row], own.to = s.end[row];
-      lay_values<kind>(own, columns, values);
+    const Factors q = {(const uint32_t*)(s.q + row * s.q_width), s.q_width, 0, words};
+    for (int64_t key = 0, vectors; key < kSpan; key += vectors * L) {
+      vectors = tile_of((kSpan - key) / L, kTileVectors);
+      turn_keys<kind>(s, key, vectors, s.scratch);
+      products<pairs>(count, q, Panel{s.scratch, vectors}, vectors, scores + key, kSpan, false, next_keys);
     }
-    products<pairs>(count, (const uint32_t*)(s.q + row * s.q_width), s.q_width, keys, kSpan, words,
-                    kSpan, scores, kSpan, false, next_keys);
     for (int64_t i = 0; i < count; i++) {
       if (s.first[row + i] < s.end[row + i]) soften<pairs>(s, row + i, scores + i * kSpan);
       else memset(scores + i * kSpan, 0, kSpan * 4);
     }
-    products<pairs>(count, (const uint32_t*)scores, kSpan, values, columns,
-                    pairs ? kSpan / 2 : kSpan, columns, s.total + row * s.width, s.width, true,
-                    next_values);
+    float* total = s.total + row * s.width;
+    if constexpr (can_lie) {
+      if (lie) {  // weights of other keys are 0
+        const Factors p = {(const uint32_t*)scores, kSpan, s.from, s.to};
+        products<pairs>(count, p, Lying{s.values, 0}, columns / L, total, s.width, true, next_values);
+        continue;
+      }
+    }
+    const Factors p = {(const uint32_t*)scores, kSpan, 0, weights};
+    AttendedSpan seen = s;
+    if (alone) seen.from = s.first[row], seen.to = s.end[row];
+    for (int64_t at = 0, vectors; at < columns; at += vectors * L) {
+      vectors = least(2 * kTileVectors, (columns - at) / L);
+      lay_values<kind>(seen, at, vectors, s.scratch);
+      products<pairs>(count, p, Panel{s.scratch, vectors}, vectors, total + at, s.width, true, next_values);
+    }
   }
 }
 
