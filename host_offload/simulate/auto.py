@@ -36,7 +36,6 @@ from host_offload.control.interface import (
     Observation,
     Policy,
     Spec,
-    routed_counts,
 )
 from host_offload.control.step_record import Glance, StepRecord
 from host_offload.memory.budget import cells_per_layer
@@ -49,7 +48,7 @@ from host_offload.policies.precision.maps import HI, LO, top_map
 from host_offload.policies.precision.precision_names import precision_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.simulate.recent import PLACES, ROWS, predict_recent, record_of, tables_of
-from host_offload.simulate.shadows import Shadows, cold_shadows
+from host_offload.simulate.shadows import Shadows, active_of, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cell_allocation import allocate, share_anew
 from host_offload.sizing.cost_model import CostModel
@@ -91,6 +90,9 @@ PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 each layer."""
 
 
+_NOTHING = Decision()
+
+
 class Prices(NamedTuple):
     """What a choice is made from, by arm."""
 
@@ -104,7 +106,8 @@ class Prices(NamedTuple):
 
 def choose_arm(prices: Prices, *, horizon: int) -> int:
     """Returns the arm with which the next `horizon` steps are cheapest, the change included."""
-    return int(np.argmin(np.array(prices.step_s) * horizon + prices.switch_s))
+    total = [step_s * horizon + s for step_s, s in zip(prices.step_s, prices.switch_s, strict=True)]
+    return total.index(min(total))
 
 
 def correct(
@@ -116,16 +119,22 @@ def correct(
     - `seconds`, `compute`, `moves`: float64[n], measured times and predicted parts.
     """
     # Steps may be read two by two: the second one then takes no time.
-    kept = seconds <= OUTLIER * np.median(np.convolve(seconds, (0.5, 0.5), "valid"))
-    seconds, compute, moves = seconds[kept], compute[kept], moves[kept]
+    pairs = np.sort(seconds[1:] + seconds[:-1]) if len(seconds) > 1 else seconds
+    median = (pairs[len(pairs) // 2] + pairs[(len(pairs) - 1) // 2]) / 4
+    if (disturbed := seconds > OUTLIER * median).any():
+        kept = ~disturbed
+        seconds, compute, moves = seconds[kept], compute[kept], moves[kept]
     parts = np.stack([compute, moves])
-    square = parts @ parts.T
-    own = np.diag(square)
-    if not own.all():  # without misses nothing is known about them
+    square, (of_compute, of_moves) = parts @ parts.T, (parts @ seconds).tolist()
+    (first, both), (_, second) = square.tolist()
+    if not (first and second):  # without misses nothing is known about them
         return float(seconds.sum() / compute.sum()), before[1]
-    found = np.linalg.solve(square + KEEP * np.diag(own), parts @ seconds + KEEP * own * before)
-    least = np.maximum(found, 0.05 * np.array(before))
-    return float(least[0]), float(least[1])
+    of_compute += KEEP * first * before[0]
+    of_moves += KEEP * second * before[1]
+    first, second = (1 + KEEP) * first, (1 + KEEP) * second
+    size = first * second - both * both
+    found = second * of_compute - both * of_moves, first * of_moves - both * of_compute
+    return max(found[0] / size, 0.05 * before[0]), max(found[1] / size, 0.05 * before[1])
 
 
 class Sample(NamedTuple):
@@ -408,8 +417,20 @@ class Auto:
         weighs = self.hobbit is not None and not state.rest
         if self.ahead or weighs or self._ends_window(state, glance, state.fresh + 1):
             return None
+        if state.rest > max(glance.missed, 1) and self._only_passes(state, glance):
+            return self._pass(state, glance)
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
+
+    def _only_passes(self, state: Watched, seen: Glance) -> bool:
+        """Whether a step of a rest changes no more than counts, as most do. Every line here takes
+        ten times as long in an engine, whose steps leave nothing of it in the caches."""
+        if self.bare or not seen.decode or seen.waiting or seen.kv_swapped or not state.held:
+            return False
+        load, before = max(seen.running, 1), state.load
+        known = seen.kv_pages == state.kv_pages[1] and seen.kv_used <= state.peaks[-1]
+        same = load < OTHER_LOAD * before and before < OTHER_LOAD * load
+        return known and same and state.fresh + 1 < self.window
 
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
@@ -472,7 +493,7 @@ class Auto:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
-            return state._replace(seconds=seen.seconds, tables=tables_of(whole)), Decision()
+            return state._replace(seconds=seen.seconds, tables=tables_of(whole)), _NOTHING
         else:
             state = self._watch(state, seen, whole)
         fits = seen.decode and (state.fresh == 0 or state.held == 1)
@@ -482,7 +503,7 @@ class Auto:
             if decision.cells is not None:
                 return state, decision
         ends = self._ends_window(state, seen, state.fresh)
-        return self._close(state, seen) if ends else (state, Decision())
+        return self._close(state, seen) if ends else (state, _NOTHING)
 
     def _ends_window(self, state: Watched, seen: Glance, steps: int) -> bool:
         """Whether the window ends with so many steps: half as many where requests wait for KV,
@@ -510,13 +531,13 @@ class Auto:
 
     def _watch(self, state: Watched, seen: Glance, whole: Observation | None) -> Watched:
         """Returns the state after a step of a window."""
-        shadows, fills = state.shadows, np.zeros(len(self.arms), np.int64)
+        shadows, fills = state.shadows, np.zeros(1, np.int64)
         if not self.ahead:
-            active = routed_counts(seen.ids(), state.spec.experts) > 0
+            active = active_of(seen.ids(), state.spec.experts)
             if state.reuse is not None and shadows.clock % SAMPLED == 0:
                 state = state._replace(reuse=state.reuse + shadows.distances(active))
             shadows, fills = shadows.follow(active, self._brings(state, whole))
-        fills = state.carried + fills
+        fills = fills + state.carried
         if not seen.decode or seen.compiled:
             return state._replace(seconds=seen.seconds, shadows=shadows, carried=fills)
         window = state.window
@@ -606,7 +627,7 @@ class Auto:
         settings = {"headroom": HEADROOM, "cap": state.cap, "dead": DEAD}
         cap = peak_headroom(division, peak_pages=peak, **settings)
         if cap is None or cap == state.cap:
-            return state, Decision()
+            return state, _NOTHING
         state = state._replace(cap=cap, fitted=True)
         cells = state.shadows.cells.copy()
         for i, arm in enumerate(self.arms):
@@ -616,7 +637,7 @@ class Auto:
             elif SPLIT in arm:
                 cells[i] = cap
         state = state._replace(shadows=state.shadows.regrant(cells))
-        return state, self._split(state) if SPLIT in self.arms[state.arm] else Decision()
+        return state, self._split(state) if SPLIT in self.arms[state.arm] else _NOTHING
 
     def _is_split(self, state: Watched, arm: str) -> bool:
         """Whether an arm's split is not that of the start."""
@@ -625,7 +646,7 @@ class Auto:
     def _split(self, state: Watched) -> Decision:
         """Returns the decision with the split and the cells of the present arm."""
         if "cells" not in self.writes:
-            return Decision()
+            return _NOTHING
         cells, pages = state.shadows.cells[state.arm].astype(np.int32), state.kv_pages[0]
         if self._is_split(state, self.arms[state.arm]):
             pages = state.division.pages_at(state.cap)
@@ -643,15 +664,15 @@ class Auto:
         changed = (cells != state.shadows.cells).any(axis=1)
         state = state._replace(reuse=KEEP * state.reuse)
         if not changed.any():
-            return state, Decision()
+            return state, _NOTHING
         state = state._replace(shadows=state.shadows.regrant(cells))
-        return state, self._split(state) if changed[state.arm] else Decision()
+        return state, self._split(state) if changed[state.arm] else _NOTHING
 
     # ---- the choice
 
     def _close(self, state: Watched, seen: Glance) -> tuple[Watched, Decision]:
         """Fits the split and the cells, prices the arms and chooses."""
-        decision = Decision()
+        decision = _NOTHING
         if self.splits:
             state, decision = self._fit_window(state, seen)
         if self.layered and state.choices % SHARED == SHARED - 1:
@@ -665,10 +686,10 @@ class Auto:
         steps = self._corrected(state, seen, priced, ratios)
         switch_s = SWITCH_S + ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
         switch_s[state.arm] = 0.0
-        dearer = steps * state.places.dearer[:, None]
+        mean = steps.mean(axis=1)
         lately, prices = (
-            Prices(tuple(part.mean(axis=1).tolist()), tuple(switch_s.tolist()), state.arm)
-            for part in (dearer[:, -state.fresh :], dearer)
+            Prices(tuple((of * state.places.dearer).tolist()), tuple(switch_s.tolist()), state.arm)
+            for of in (steps[:, -state.fresh :].mean(axis=1), mean)
         )
         arm = choose_arm(lately, horizon=state.fresh)
         if arm == state.arm:  # also what is small, but lasts
@@ -683,8 +704,8 @@ class Auto:
             fresh=0,
             tables=None,
             ratios=ratios,
-            prices=tuple(steps.mean(axis=1).tolist()),
-            priced=tuple(np.add(state.priced or 0.0, steps.mean(axis=1)).tolist()),
+            prices=tuple(mean.tolist()),
+            priced=tuple((mean + (state.priced or 0.0)).tolist()),
             choices=state.choices + 1,
             rest=rest,
             watched=0 if rest else state.watched,
@@ -705,7 +726,7 @@ class Auto:
         fill_s = float(state.places.fill_s[state.arm].max())
         paid = max(COST * ratio * fill_s, 1e-12)  # a trace may have no times
         rest = min(int(state.watched * WATCH_S / paid), LONGEST)
-        missed = np.mean([sample.missed for sample in state.window[-state.fresh :]])
+        missed = sum(sample.missed for sample in state.window[-state.fresh :]) / state.fresh
         return rest if rest > AT_ONCE * max(missed, 1) else 0
 
     def _corrected(
@@ -739,11 +760,8 @@ class Auto:
         return max(pages / _pages_each(seen), 1.0)
 
     def _price_shadows(self, state: Watched) -> Priced:
-        compute, missed = (
-            np.array([getattr(sample, name) for sample in state.window], np.float64)
-            for name in ("compute_s", "missed")
-        )
-        fills = np.stack([sample.fills for sample in state.window], axis=1)
+        _, compute, missed, fills, _ = map(np.array, zip(*state.window, strict=True))
+        fills = fills.T
         first, fill_s = state.places.first, state.places.fill_s
         arms_s, mine = fill_s @ fills, fill_s[state.arm]
         each = mine.max()  # of two versions, what most of the misses bring

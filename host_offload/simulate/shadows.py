@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pallas_kernels.plan.victim import victim_key
+from pallas_kernels.plan.victim import log2_fixed
 
 _MOST = np.iinfo(np.int64).max
+_LOG2 = log2_fixed(np.arange(1 << 13)).astype(np.int64)
+"""Of small numbers: finding it takes a third of the time of computing it."""
 AGES = 1 << 24
 """References after which an expert's last use no longer counts."""
 
@@ -24,17 +26,19 @@ class Shadows(NamedTuple):
     cells of two versions has two places: A counts both."""
 
     weights: np.ndarray
-    """int32[3, K, 1, 1], of pallas_kernels.plan.victim_key."""
+    """int64[2, K, 1, 1], of pallas_kernels.plan.victim_key; there is no prior."""
     eviction: np.ndarray
     """int64[A], of each arm."""
     cells: np.ndarray
     """int64[A, L]"""
     resident: np.ndarray
     """bool[A, L, E]"""
+    held: np.ndarray
+    """int64[A, L], how many are resident."""
     last_used: np.ndarray
-    """int32[L, E]"""
+    """int64[L, E]"""
     frequency: np.ndarray
-    """int32[L, E]"""
+    """int64[L, E]"""
     clock: int = 0
     other: np.ndarray | None = None
     """int64[A]: the place of the arm's other version, or its own one. An expert that is in one of
@@ -52,18 +56,22 @@ class Shadows(NamedTuple):
         missing = active > (resident if self.other is None else resident | resident[self.other])
         if filled_here is not None:
             missing &= filled_here
-        filled, idle = missing, resident > active
-        misses, held, unused = (part.sum(axis=2) for part in (missing, resident, idle))
-        free = self.cells - held
-        room = free + unused
-        victims = np.minimum(misses, room) - free
-        if (misses > room).any():  # the others are read through
+        filled, misses = missing, missing.sum(axis=2)
+        if self.other is None and filled_here is None:
+            used = active.sum(axis=1) - misses
+        else:
+            used = (resident & active).sum(axis=2)
+        room = self.cells - used
+        taken = np.minimum(misses, room)
+        if (taken < misses).any():  # the others are read through
             filled = missing & (missing.cumsum(axis=2) <= room[:, :, None])
-        if (victims > 0).any():
-            resident = resident ^ self._first(idle, victims, clock)
+        victims = taken + self.held - self.cells
+        if victims.max() > 0:
+            resident = resident ^ self._first(resident > active, victims, clock)
         after = self._replace(
             resident=resident | filled,
-            last_used=np.where(active, np.int32(clock), self.last_used),
+            held=self.held + taken - np.maximum(victims, 0),
+            last_used=np.where(active, clock, self.last_used),
             frequency=self.frequency + active,
             clock=clock,
         )
@@ -73,9 +81,9 @@ class Shadows(NamedTuple):
         """Returns the shadows with these cells, int[A, L] or one row for all arms. Experts beyond
         them leave in the order of eviction."""
         cells = np.array(np.broadcast_to(cells, self.cells.shape))
-        beyond = self.resident.sum(axis=2) - cells
-        gone = self._first(self.resident, beyond, self.clock + 1)
-        return self._replace(cells=cells, resident=self.resident ^ gone)
+        gone = self._first(self.resident, self.held - cells, self.clock + 1)
+        held = np.minimum(self.held, cells)
+        return self._replace(cells=cells, resident=self.resident ^ gone, held=held)
 
     def differ(self, arm: int) -> np.ndarray:
         """Returns int64[A], the experts that each arm holds and this one does not."""
@@ -100,14 +108,27 @@ class Shadows(NamedTuple):
         eviction: by the victim's key, its last use and its id. One number has all three, since a
         sort of numbers takes half the time of one of indices."""
         age, experts = clock - self.last_used, self.last_used.shape[1]
-        bits = experts.bit_length()
-        key = victim_key(age, self.frequency, 0, self.weights).astype(np.int64) << 25 + bits
-        key += (np.maximum(AGES - age, 0).astype(np.int64) << bits) + np.arange(experts)
+        bits, (recent, often) = experts.bit_length(), self.weights
+        key = (often * _log2(self.frequency + 1) - recent * _log2(age)) << 25 + bits
+        used = self.last_used if clock <= AGES else np.maximum(AGES - age, 0)
+        key += (used << bits) + np.arange(experts)
         order = np.where(chosen, key[self.eviction], _MOST).reshape(-1, experts)
         last = np.maximum(count, 0).ravel() - 1
         most = np.sort(order, axis=1)[np.arange(len(last)), last]
         most[last < 0] = ~_MOST
         return (order <= most[:, None]).reshape(chosen.shape)
+
+
+def _log2(numbers: np.ndarray) -> np.ndarray:
+    """log2_fixed of int64[…] from 1 on."""
+    return _LOG2[numbers] if numbers.max() < len(_LOG2) else log2_fixed(numbers).astype(np.int64)
+
+
+def active_of(ids: np.ndarray, experts: int) -> np.ndarray:
+    """Returns bool[L, E], the experts that a step's ids int[N, L, k] name."""
+    active = np.zeros((ids.shape[1], experts), bool)
+    active[np.arange(ids.shape[1])[:, None], ids] = True
+    return active
 
 
 def cold_shadows(
@@ -121,10 +142,11 @@ def cold_shadows(
     different, cells = sorted({*weights}), np.array(cells, np.int64)
     arms, layers = len(weights), cells.shape[-1]
     return Shadows(
-        np.array(different, np.int32).T[:, :, None, None],
+        np.array(different, np.int64).T[:2, :, None, None],
         np.array([different.index(each) for each in weights]),
         np.array(np.broadcast_to(cells, (arms, layers))),
         np.zeros((arms, layers, experts), bool),
-        np.zeros((layers, experts), np.int32),
-        np.zeros((layers, experts), np.int32),
+        np.zeros((arms, layers), np.int64),
+        np.zeros((layers, experts), np.int64),
+        np.zeros((layers, experts), np.int64),
     )

@@ -73,7 +73,7 @@ class Division:
         """bool[E + 1]: caps that leave KV its floor, from the least on."""
         return (self.pages >= self.floor_pages) & (np.arange(self.caps + 1) >= self.least_cap)
 
-    @property
+    @functools.cached_property
     def largest_cap(self) -> int:
         """The largest legal cap."""
         return int(np.flatnonzero(self.legal)[-1])

@@ -188,17 +188,15 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
 
     - `positions`: Step.positions.
     """
+    place = _places(work, shapes)
     if work.rows:
-        by_row = work.kept_rows()
-        place = np.array([row for row, _ in by_row])
-        requests, position = [r for _, r in by_row], positions[place]
+        requests, position = [r for _, r in work.kept_rows()], positions[place]
         lengths, phase = [1] * len(place), 1
     else:
-        spans = [np.arange(c.skip, c.length) for c in work.chunks]
-        place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
-        position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
-        requests = [c.request for c in work.chunks]
-        lengths, phase = [len(s) for s in spans], 0
+        requests, phase = [c.request for c in work.chunks], 0
+        lengths = [c.length - c.skip for c in work.chunks]
+        before = [c.start - i * shapes.chunk for i, c in enumerate(work.chunks)]
+        position = place + np.repeat(before, lengths)
     number = np.array([r.number for r in requests], np.int32)
     user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
     rows = StepRows(
@@ -210,9 +208,17 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
     return PlacedRows(place, rows)
 
 
+def _places(work: ScheduledWork, shapes: StepShapes) -> np.ndarray:
+    """Returns PlacedRows.place of the work's step."""
+    if work.rows:
+        return np.array([row for row, _ in work.kept_rows()])
+    chunks = enumerate(work.chunks)
+    return np.concatenate([np.arange(c.skip, c.length) + i * shapes.chunk for i, c in chunks])
+
+
 def routed_ids(step: Step, shapes: StepShapes) -> np.ndarray:
     """Returns StepRecord.ids of a step that was read."""
-    place, _ = step.placed or placed_rows(step.work, step.positions, shapes)
+    place = _places(step.work, shapes) if step.placed is None else step.placed.place
     return np.asarray(step.output.routing.ids).transpose(1, 0, 2)[place].astype(np.int16)
 
 
