@@ -11,7 +11,6 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
 from host_offload.control.step_record import (
-    Glance,
     LayerRouting,
     LinkUse,
     StepRecord,
@@ -166,25 +165,21 @@ class Control:
         if self.controller.needs_residency:
             self._snapshots[number] = self.device.snapshot()
 
-    def rest(self, glance: Glance, start_s: float) -> bool:
-        """Whether no policy needs a step that was read. Otherwise call after_read.
+    def seconds(self, start_s: float, read_s: float) -> float:
+        """Returns the time from the first step's dispatch until a step was read.
 
-        - `glance`: its seconds are those of time.perf_counter.
-        - `start_s`: when the step was dispatched, likewise.
+        - `start_s`, `read_s`: when it was dispatched and read, by time.perf_counter.
         """
         if self._origin_s is None:
             self._origin_s = start_s
-        seconds = glance.seconds - self._origin_s
-        return self.controller.rest(glance._replace(seconds=seconds))
+        return read_s - self._origin_s
 
     def after_read(self, record: StepRecord, needed: bool = False) -> None:
         """Runs the policies of steps, intervals and turns after a step was read.
 
-        - `needed`: whether `rest` was asked of the step before.
+        - `needed`: whether the controller's `rest` said that a policy needs the step.
         """
-        if self._origin_s is None:
-            self._origin_s = record.start_s
-        self._seconds = record.read_s - self._origin_s
+        self._seconds = self.seconds(record.start_s, record.read_s)
         tables = self._snapshots.pop(record.number, None)
         for earlier in [number for number in self._snapshots if number < record.number]:
             del self._snapshots[earlier]

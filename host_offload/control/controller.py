@@ -347,9 +347,11 @@ class Controller:
         must follow."""
         if not self.may_rest:
             return False
-        states = [seat.rests(seat.state, glance) for seat in self._seats if seat.rests]
-        if any(state is None for state in states):
-            return False
+        states = []
+        for seat in self._seats:
+            if seat.rests is None or (state := seat.rests(seat.state, glance)) is None:
+                return False
+            states.append(state)
         for seat, state in zip(self._seats, states, strict=True):
             seat.state = state
         return True

@@ -412,20 +412,22 @@ class Auto:
 
     def rests(self, state: Watched, glance: Glance) -> Watched | None:
         """Passes the steps that end no window and change no split."""
+        if state.rest > max(glance.missed, 1) and self._only_passes(state, glance):
+            return self._pass(state, glance)
         if self.alone and not self.splits:
             return state
         weighs = self.hobbit is not None and not state.rest
         if self.ahead or weighs or self._ends_window(state, glance, state.fresh + 1):
             return None
-        if state.rest > max(glance.missed, 1) and self._only_passes(state, glance):
-            return self._pass(state, glance)
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
 
     def _only_passes(self, state: Watched, seen: Glance) -> bool:
         """Whether a step of a rest changes no more than counts, as most do. Every line here takes
         ten times as long in an engine, whose steps leave nothing of it in the caches."""
-        if self.bare or not seen.decode or seen.waiting or seen.kv_swapped or not state.held:
+        if self.bare or self.ahead or not (seen.decode and state.held):
+            return False
+        if seen.waiting or seen.kv_swapped:
             return False
         load, before = max(seen.running, 1), state.load
         known = seen.kv_pages == state.kv_pages[1] and seen.kv_used <= state.peaks[-1]

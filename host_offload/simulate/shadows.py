@@ -26,7 +26,8 @@ class Shadows(NamedTuple):
     cells of two versions has two places: A counts both."""
 
     weights: np.ndarray
-    """int64[2, K, 1, 1], of pallas_kernels.plan.victim_key; there is no prior."""
+    """int64[2, K, 1, 1], of pallas_kernels.plan.victim_key, without that of the prior, so much
+    larger that a key has room below it for the last use and the id."""
     eviction: np.ndarray
     """int64[A], of each arm."""
     cells: np.ndarray
@@ -109,19 +110,16 @@ class Shadows(NamedTuple):
         sort of numbers takes half the time of one of indices."""
         age, experts = clock - self.last_used, self.last_used.shape[1]
         bits, (recent, often) = experts.bit_length(), self.weights
-        key = (often * _log2(self.frequency + 1) - recent * _log2(age)) << 25 + bits
-        used = self.last_used if clock <= AGES else np.maximum(AGES - age, 0)
+        log2, used = _LOG2.take, self.last_used
+        if clock >= len(_LOG2):
+            log2, used = log2_fixed, np.maximum(AGES - age, 0)
+        key = often * log2(self.frequency + 1) - recent * log2(age)
         key += (used << bits) + np.arange(experts)
         order = np.where(chosen, key[self.eviction], _MOST).reshape(-1, experts)
-        last = np.maximum(count, 0).ravel() - 1
-        most = np.sort(order, axis=1)[np.arange(len(last)), last]
-        most[last < 0] = ~_MOST
+        last = np.maximum(count, 0).ravel()
+        most = np.sort(order, axis=1)[np.arange(len(last)), last - 1]
+        most = np.where(last > 0, most, ~_MOST)
         return (order <= most[:, None]).reshape(chosen.shape)
-
-
-def _log2(numbers: np.ndarray) -> np.ndarray:
-    """log2_fixed of int64[…] from 1 on."""
-    return _LOG2[numbers] if numbers.max() < len(_LOG2) else log2_fixed(numbers).astype(np.int64)
 
 
 def active_of(ids: np.ndarray, experts: int) -> np.ndarray:
@@ -140,9 +138,10 @@ def cold_shadows(
     - `cells`: of each layer, or int[A, L].
     """
     different, cells = sorted({*weights}), np.array(cells, np.int64)
+    large = np.array(different, np.int64).T[:2, :, None, None] << 25 + experts.bit_length()
     arms, layers = len(weights), cells.shape[-1]
     return Shadows(
-        np.array(different, np.int64).T[:2, :, None, None],
+        large,
         np.array([different.index(each) for each in weights]),
         np.array(np.broadcast_to(cells, (arms, layers))),
         np.zeros((arms, layers, experts), bool),

@@ -607,8 +607,9 @@ class Engine:
         control, asked = self.control, False
         if control is not None and control.controller.may_rest:
             missed, asked = sum(results.totals[2:]), True
-            glance = step_glance(step, self.runner.shapes, missed, now, self.scheduler)
-            control = None if control.rest(glance, step.dispatched_s) else control
+            seconds = control.seconds(step.dispatched_s, now)
+            glance = step_glance(step, self.runner.shapes, missed, seconds, self.scheduler)
+            control = None if control.controller.rest(glance) else control
         if control is None and self.tracer is None:
             return
         needs = None if self.tracer is not None or control is None else control.controller.needs

@@ -223,12 +223,12 @@ def page_use(scheduler: Scheduler, link: LinkUse | None = None) -> PageUse:
 
 
 def step_glance(
-    step: Step, shapes: StepShapes, missed: int, read_s: float, scheduler: Scheduler
+    step: Step, shapes: StepShapes, missed: int, seconds: float, scheduler: Scheduler
 ) -> Glance:
     """Returns the glance of a step that was read.
 
     - `missed`: active experts that were not resident.
-    - `read_s`: when it was read, by time.perf_counter.
+    - `seconds`: from the start until it was read.
     """
     decode = bool(step.work.rows)
     cache, pages, waiting = scheduler.cache, scheduler.arena.pages, scheduler.totals
@@ -236,7 +236,7 @@ def step_glance(
         decode,
         step.output.logits.shape[0] if decode else 0,
         missed,
-        read_s,
+        seconds,
         step.compiled,
         functools.partial(routed_ids, step, shapes),
         kv_used=pages - cache.available,
