@@ -64,6 +64,7 @@ from moejax.start.decide.drafter import (
     drafter_options,
     drafts_itself,
 )
+from moejax.start.decide.start_plan import name_products
 from moejax.start.decide.store_choice import by_copies, store_builder
 from moejax.start.decide.transfers import cache_of, reads_codes, stored_versions
 from moejax.start.fields import with_keywords_of
@@ -178,6 +179,7 @@ class LLM:
         self._borrower: threading.Thread | None = None
         self._lock, self._holder, self._process = threading.RLock(), "", os.getpid()
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
+        log.info("%s: products %s", self.model, name_products(self.plan.steps))
         for note in self._notes:
             log.info("%s: %s", self.model, note)
         if (kernels := self.plan.kernels) is not None:
@@ -442,6 +444,7 @@ class LLM:
 
         - `model`, `dtype`, `device`, `jax`: what was started, on which device and jax version.
         - `ops`: the implementation of each op: `cpu` (native), `pallas` or `xla`.
+        - `products`: which are of integers, and of what numbers the exact ones are.
         - `driver`, `eviction`, `cache_aware_routing`: as chosen.
         - `precision`: versions of the experts, their quantizers, promotions and demotions.
         - `budget`: the split between experts and KV, and what `resize` moved.
@@ -483,6 +486,7 @@ class LLM:
                 "budget": {**settings.budget_stats(), **engine.resizer.stats()},
                 "jax": jax.__version__,
                 "ops": self.plan.ops_in_use(),
+                "products": name_products(self.plan.steps),
                 "driver": runner.driver,
                 "trace_arrays": sorted(runner.steps.trace_arrays),
                 "control": control,

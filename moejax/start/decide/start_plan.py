@@ -129,6 +129,7 @@ class StartPlan:
             "device": f"{steps.device_kind}, free for the arena: {memory}",
             "model": f"{sum(config.moe_layers)} layers of {config.num_experts} experts, {dtype}",
             "ops": ", ".join(f"{op} {name}" for op, name in ops.items()),
+            "products": name_products(steps),
             "steps": f"driver {steps.driver}, decode rows {', '.join(map(str, shapes.buckets))}, "
             f"contexts up to {', '.join(str(n * block) for n in shapes.contexts)}, "
             f"prefill {', '.join(map(str, shapes.prefills))} chunks of {shapes.chunk} tokens in "
@@ -481,6 +482,20 @@ def decide(
     )
 
 
+def name_products(steps: StepSpec) -> str:
+    """Says which products are of integers, and of what numbers the exact ones are."""
+    exact = f"exact, of {steps.dtype} numbers"
+    if steps.ops.arithmetic == "exact":
+        return exact
+    which = "weights" if _multiplies_all_codes(steps) else "experts"
+    return f"{steps.ops.arithmetic} with {which} in integer codes, all others {exact}"
+
+
+def _multiplies_all_codes(steps: StepSpec) -> bool:
+    """Whether other matrices than experts are multiplied in their codes too."""
+    return steps.ops.linear == "cpu" and steps.dtype in CODED_DTYPES
+
+
 def _result_notes(steps: StepSpec) -> list[str]:
     """Returns the notes that results must carry about the link and about what changes outputs."""
     notes, queue, second = [], steps.queue, steps.second
@@ -501,7 +516,7 @@ def _result_notes(steps: StepSpec) -> list[str]:
         )
     if steps.ops.arithmetic != "exact":
         only = advice = ""
-        if steps.ops.linear != "cpu" or steps.dtype not in CODED_DTYPES:
+        if not _multiplies_all_codes(steps):
             own = "by native ops alone, in bfloat16 and float32"
             only = f" of experts (other matrices stay in codes {own})"
         elif steps.dtype != "float32":

@@ -115,6 +115,7 @@ def test_stats(llm):
     assert arena["slots"] == arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"]
     ops = resolve_ops(dtype="bfloat16").chosen()
     assert stats["ops"] == {op: ops[op] for op in stats["ops"]}
+    assert stats["products"] == f"exact, of {stats['dtype']} numbers"
     assert stats["tpot_s"]["p99"] >= stats["tpot_s"]["p50"] > 0
     phases = stats["time"]["start"]
     assert {"backend", "headers", "allocate", "read", "load", "engine"} < set(phases)

@@ -10,7 +10,7 @@ import pytest
 
 from host_offload.policies.budget.layer_cells import LayerCells
 from moejax import LLM, UserError
-from moejax.start.decide.start_plan import _result_notes, check_arithmetic
+from moejax.start.decide.start_plan import _result_notes, check_arithmetic, name_products
 from moejax.start.options import Config
 from moejax.start.precision import precision_stats
 from moejax.start.settings import parse_precision
@@ -58,6 +58,11 @@ def test_results_say_which_products_are_of_integers(linear, dtype, experts_only)
     (note,) = _result_notes(steps)
     assert ("with weights of experts (other matrices" in note) == experts_only
     assert ("dtype float32 rounds nothing else" in note) == ((linear, dtype) == ("cpu", "bfloat16"))
+    which = "experts" if experts_only else "weights"
+    exact = f"exact, of {dtype} numbers"
+    assert name_products(steps) == f"int8 with {which} in integer codes, all others {exact}"
+    ops.arithmetic = "exact"
+    assert name_products(steps) == exact
 
 
 def test_stats_without_control_say_what_was_asked_for():
