@@ -504,11 +504,19 @@ INLINE __m256 times_bytes(bool positive, const uint8_t* bytes, __m256 others) {
 void supers_of(bool positive, const uint8_t* bytes, const uint16_t* supers, int64_t super, int64_t n, float sign,
                float* out) {
   float own[kScales];
-  for (int64_t i = 0; i < n / super; i++, bytes += super, out += super) {
-    const int64_t at = i % kScales;
-    if (!at) widen(Type::F16, supers + i, least(kScales, n / super - i), own);
-    const __m256 same = _mm256_set1_ps(sign * own[at]);
-    for (int64_t k = 0; k < super; k += 8) _mm256_storeu_ps(out + k, times_bytes(positive, bytes + k, same));
+  for (int64_t first = 0, count; first < n / super; first += count) {
+    count = least(kScales, n / super - first);
+    widen(Type::F16, supers + first, count, own);
+    for (int64_t i = 0; i < count; i++) own[i] *= sign;
+    const auto multiply = [&](bool known, int64_t each) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < count; i++, bytes += each, out += each) {
+        const __m256 same = _mm256_broadcast_ss(own + i);
+        for (int64_t k = 0; k < each; k += 8) _mm256_storeu_ps(out + k, times_bytes(known, bytes + k, same));
+      }
+    };
+    if (positive && super == 8) multiply(true, 8);
+    else multiply(positive, super);
   }
 }
 
