@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from host_offload.control.interface import Costs
@@ -105,6 +105,7 @@ def rest(rule: SplitRule, split: float, *args) -> float:
 
 
 @settings(max_examples=100)
+@example(seed=887, start=0.625)  # ends exactly as far off as it may
 @given(seed=st.integers(0, 2**32), start=st.floats(0, 1))
 def test_the_rule_ends_beside_the_minimum(seed, start):
     """WiSP, checkable 5, on any convex curves and from anywhere: within a grid step of the argmin
@@ -119,7 +120,7 @@ def test_the_rule_ends_beside_the_minimum(seed, start):
     seconds = objective(division, experts, kv, costs)
     cap = division.cap_at(split)
     assert division.pages_at(cap) >= division.floor_pages
-    near = abs(split - division.split_at(int(seconds.argmin()))) <= 1 / 40 + 20 / 1000
+    near = abs(split - division.split_at(int(seconds.argmin()))) <= 1 / 40 + 20 / 1000 + 1e-9
     assert near or seconds[cap] * (1 - rule.gate) <= seconds.min() + 1e-12
 
 
