@@ -117,12 +117,12 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _model(model: str) -> str:
-    """Returns the config.json of a directory that has no weights, which a forecast does without;
-    else the model."""
+    """Returns the config.json of a directory of JSON files without weights, which a forecast does
+    without; else the model."""
     config = pathlib.Path(model) / "config.json"
     beside = config.parent.iterdir() if config.is_file() else ()
-    weights = [path for path in beside if path.is_dir() or ".safetensors" in path.name]
-    return str(config) if config.is_file() and not weights else model
+    others = [x for x in beside if x.suffix not in (".json", ".md") or "safetensors" in x.name]
+    return str(config) if config.is_file() and not others else model
 
 
 def _rows(found: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:

@@ -219,7 +219,7 @@ def rows_of(found: np.ndarray) -> list[dict[str, Any]]:
     return rows
 
 
-@refusing()
+@refusing(ValueError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__ or "")
     add = parser.add_argument
@@ -235,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
     positive(args, "count", "seeds", "prompt", "tokens", "capacity", "distance", "budget")
+    if args.tokens < 2 or args.count < 2 or args.budget > 99:
+        raise UserError("--tokens and --count must be at least 2, --budget at most 99")
     for name in args.domains:
         if name not in ("story", "chat", *DOMAINS):
             raise UserError(f"--domains: {name} is none of story, chat, {', '.join(DOMAINS)}")

@@ -79,13 +79,20 @@ class Fitted:
                     " fit it to a trace of this model"
                 )
 
-    def array(self, name: str, *shape: int, dtypes: Sequence[type] = (np.float32,)) -> np.ndarray:
+    def array(
+        self,
+        name: str,
+        *shape: int,
+        dtypes: Sequence[type] = (np.float32,),
+        below: int | None = None,
+    ) -> np.ndarray:
         """An array that a policy or the native library indexes without looking.
 
         - `shape`: that it must have; −1: of any length.
+        - `below`: the numbers are places, from 0 to below this.
 
         Raises ValueError, which names the file, for an array that is missing, of another shape or
-        type, or has a number that is not finite.
+        type, or has a number that is not finite or no place.
         """
         where, array = self.path or self.policy, self.arrays.get(name)
         if array is None:
@@ -100,6 +107,8 @@ class Fitted:
             )
         if not np.isfinite(array).all():
             raise ValueError(f"{where}: array {name} must be of finite numbers; fit it again")
+        if below is not None and not ((array >= 0) & (array < below)).all():
+            raise ValueError(f"{where}: array {name} must be of 0 … {below - 1}; fit it again")
         return array
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -101,19 +101,19 @@ def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Fores
     return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
 
 
-def check_forest(fitted: Fitted, name: str, experts: int) -> None:
-    """Raises ValueError for a forest, of arrays NAME.FIELD, whose arrays do not fit each other or
-    so many experts."""
+def check_forest(fitted: Fitted, name: str, experts: int, features: int) -> None:
+    """Raises ValueError for a forest, of arrays NAME.FIELD, whose arrays do not fit each other, so
+    many experts or so many features."""
 
-    def array(field: str, *shape: int, dtype: type = np.int16) -> np.ndarray:
-        return fitted.array(f"{name}.{field}", *shape, dtypes=(dtype,))
+    def places(field: str, *shape: int, below: int) -> np.ndarray:
+        return fitted.array(f"{name}.{field}", *shape, dtypes=(np.int16,), below=below)
 
-    shape = array("feature", -1, -1).shape
-    array("threshold", *shape, dtype=np.float32)
-    array("value", shape[0], -1, experts, dtype=np.float32)
-    array("depth", 1)
-    for field in ("left", "right", "leaf"):
-        array(field, *shape)
+    trees, nodes = places("feature", -1, -1, below=features).shape
+    fitted.array(f"{name}.threshold", trees, nodes)
+    value = fitted.array(f"{name}.value", trees, -1, experts)
+    places("depth", 1, below=nodes + 1)
+    for field, below in (("left", nodes), ("right", nodes), ("leaf", value.shape[1])):
+        places(field, trees, nodes, below=below)
 
 
 def scores(

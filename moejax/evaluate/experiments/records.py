@@ -214,8 +214,8 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"{policy} moved less than MIN, which cannot be: report a bug"
     if budgets := _without_choice(records):
         yield (
-            f"at {', '.join(budgets)} every policy missed as many experts: where a step's experts "
-            "fill all cells of a layer, eviction has no choice"
+            f"at {', '.join(budgets)} every policy missed as many experts, as where a step's "
+            "experts fill all cells of a layer and eviction has no choice"
         )
     yield from _mixed_sessions(records)
     on_cpu = any(session["platform"] == "cpu" for session in records.sessions)
@@ -229,15 +229,17 @@ def _notes(records: Records) -> Iterator[str]:
 
 
 def _without_choice(records: Records) -> list[str]:
-    """Returns the budgets at which several policies missed experts, and all of them as many."""
+    """Returns the budgets at which there are several policies, and all missed as many experts."""
     missed: dict[tuple[Any, ...], dict[str, int]] = {}
     for row in records.rows:
-        if row["mode"] != "bound" and row.get("decode_misses"):
+        if row["mode"] != "bound" and row.get("decode_misses") is not None:
             place = row["budget"], *(row[key] for key in PLACE if key != "policy")
             missed.setdefault(place, {})[row["policy"]] = row["decode_misses"]
     differ = {place[0] for place, counts in missed.items() if len({*counts.values()}) > 1}
-    several = {place[0] for place, counts in missed.items() if len(counts) > 1}
-    return [budget for budget in records.asked["budgets"] if budget in several - differ]
+    some = {
+        place[0] for place, counts in missed.items() if len(counts) > 1 and any(counts.values())
+    }
+    return [budget for budget in records.asked["budgets"] if budget in some - differ]
 
 
 def _mixed_sessions(records: Records) -> Iterator[str]:
