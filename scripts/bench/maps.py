@@ -38,8 +38,7 @@ from moejax.evaluate.comparison import over_seeds
 from scripts.bench.answers import RESEARCH
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
-from scripts.texts.documents import document
-from scripts.texts.exact import DOMAINS
+from scripts.texts.documents import document, require_domains
 
 SHARE = 0.7
 """Share of the requests whose maps are stored, the paper's."""
@@ -237,9 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     positive(args, "count", "seeds", "prompt", "tokens", "capacity", "distance", "budget")
     if args.tokens < 2 or args.count < 2 or args.budget > 99:
         raise UserError("--tokens and --count must be at least 2, --budget at most 99")
-    for name in args.domains:
-        if name not in ("story", "chat", *DOMAINS):
-            raise UserError(f"--domains: {name} is none of story, chat, {', '.join(DOMAINS)}")
+    require_domains(args.domains)
     with tempfile.TemporaryDirectory() as directory:
         found = [measure(args, seed, Path(directory)) for seed in range(args.seeds)]
     rows = rows_of(np.array(found))

@@ -24,13 +24,13 @@ from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.policies.prefetch.training import layer_samples, recall_of
 from host_offload.sizing.coactivation_counts import coactivation_counts, likelihoods
 from host_offload.traces.reader import Trace, read_trace
-from moejax import LLM, UserError
+from moejax import LLM
 from moejax.commands.train_predictor import routers_of
 from moejax.evaluate.comparison import over_seeds
 from scripts.bench.answers import RESEARCH
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
-from scripts.texts.documents import HELD_OUT, document
+from scripts.texts.documents import HELD_OUT, document, require_domains
 from scripts.texts.exact import DOMAINS
 
 TOGETHER, HOT, AMONG = 32, 4, 6
@@ -123,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
     positive(args, "count", "seeds", "length", "width", "epochs")
-    for name in args.domains:
-        if name not in ("story", "chat", *DOMAINS):
-            raise UserError(f"--domains: {name} is none of story, chat, {', '.join(DOMAINS)}")
+    require_domains(args.domains)
     with tempfile.TemporaryDirectory() as directory:
         found = [measure(args, seed, Path(directory)) for seed in range(args.seeds)]
     rows = rows_of(np.array(found))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 
+from moejax.errors import UserError
 from scripts.texts import chat, exact, plots
 from scripts.texts.grammar import pick
 from scripts.texts.quest import quest
@@ -30,6 +32,13 @@ def document(domain: str, seed: int) -> str:
         return chat.conversation(random, make_story)
     turns = [exact.task(random, domain) for _ in range(random.randint(1, 4))]
     return chat.render(turns)
+
+
+def require_domains(names: Iterable[str]) -> None:
+    """Raises UserError for one of a command's --domains that has no documents."""
+    for name in names:
+        if name not in ("story", "chat", *exact.DOMAINS):
+            raise UserError(f"--domains: {name} is none of story, chat, {', '.join(exact.DOMAINS)}")
 
 
 def held_out_tasks(domain: str, count: int, first: int = 0) -> list[tuple[str, str]]:

@@ -102,9 +102,8 @@ class ExpertFlow:
         for layer in range(spec.layers - 1):
             self.fitted.array(f"{layer}.mean", spec.hidden)
             basis = self.fitted.array(f"{layer}.basis", spec.hidden, -1)
-            features = (2 + HISTORY) * spec.experts + basis.shape[1]
             for ahead in range(1, min(self.fitted.setting("reach"), spec.layers - 1 - layer) + 1):
-                check_forest(self.fitted, f"{layer}.{ahead}", spec.experts, features)
+                check_forest(self.fitted, f"{layer}.{ahead}", spec.experts, basis.shape[1])
         assert spec.router is not None
         recent = np.zeros((spec.layers, spec.experts), bool)
         return Foreseeing(spec.router, spec.top_k, self.fitted.setting("reach"), recent)

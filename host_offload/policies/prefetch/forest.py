@@ -101,14 +101,15 @@ def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Fores
     return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
 
 
-def check_forest(fitted: Fitted, name: str, experts: int, features: int) -> None:
+def check_forest(fitted: Fitted, name: str, experts: int, components: int) -> None:
     """Raises ValueError for a forest, of arrays NAME.FIELD, whose arrays do not fit each other, so
-    many experts or so many features."""
+    many experts or the features of so many principal components."""
 
     def places(field: str, *shape: int, below: int) -> np.ndarray:
         return fitted.array(f"{name}.{field}", *shape, dtypes=(np.int16,), below=below)
 
-    trees, nodes = places("feature", -1, -1, below=features).shape
+    count = (2 + HISTORY) * experts + components  # see features
+    trees, nodes = places("feature", -1, -1, below=count).shape
     fitted.array(f"{name}.threshold", trees, nodes)
     value = fitted.array(f"{name}.value", trees, -1, experts)
     places("depth", 1, below=nodes + 1)
