@@ -278,8 +278,10 @@ class LlamaEngine:
     def start(self, batch: int) -> None:
         contexts = self.task.decoded()[:, : self.task.context]
         for i in range(self._started, batch):
-            sequence = [i + self._kept] * self.task.context
-            self._compute(contexts[i], np.arange(self.task.context), sequence, 1)
+            for first in range(0, self.task.context, self._most):
+                tokens = contexts[i, first : first + self._most]
+                at = np.arange(first, first + len(tokens))
+                self._compute(tokens, at, [i + self._kept] * len(tokens), 1)
             if self._kept:
                 self._begin_anew(i)
         self._started = max(self._started, batch)

@@ -117,7 +117,7 @@ OLMOE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 16,
     "vocab_size": 50304,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "norm_topk_prob": False,
