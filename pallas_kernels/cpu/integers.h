@@ -422,7 +422,9 @@ void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_
   for (int64_t at = 0; at < n; at += unit) {
     int32_t sum = 0;
     if (as.negative) {
-      for (int64_t i = at; i < at + unit; i++) sum += (int8_t)bytes[i] * q[i];
+      // With VNNI, GCC 12 multiplies (int8_t)bytes[i] without its sign.
+      const int8_t* mine = (const int8_t*)bytes;
+      for (int64_t i = at; i < at + unit; i++) sum += mine[i] * q[i];
     } else {
       for (int64_t i = at; i < at + unit; i++) sum += bytes[i] * q[i];
     }
