@@ -48,7 +48,7 @@ from host_offload.policies.precision.maps import HI, LO, top_map
 from host_offload.policies.precision.precision_names import precision_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.simulate.recent import PLACES, ROWS, predict_recent, record_of, tables_of
-from host_offload.simulate.shadows import Shadows, active_of, cold_shadows
+from host_offload.simulate.shadows import Shadows, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cell_allocation import allocate, share_anew
 from host_offload.sizing.cost_model import CostModel
@@ -66,7 +66,7 @@ KEEP = 0.5
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
-WATCH_S, COST = 6e-4, 0.05
+WATCH_S, COST = 3e-4, 0.05
 """Seconds that a step of a window costs the host, as measured on two cores, and the share of the
 misses' time that they may cost."""
 SWITCH_S = 2e-3
@@ -535,10 +535,10 @@ class Auto:
         """Returns the state after a step of a window."""
         shadows, fills = state.shadows, np.zeros(1, np.int64)
         if not self.ahead:
-            active = active_of(seen.ids(), state.spec.experts)
+            ids = seen.ids()
             if state.reuse is not None and shadows.clock % SAMPLED == 0:
-                state = state._replace(reuse=state.reuse + shadows.distances(active))
-            shadows, fills = shadows.follow(active, self._brings(state, whole))
+                state = state._replace(reuse=state.reuse + shadows.distances(ids))
+            shadows, fills = shadows.follow(ids, self._brings(state, whole))
         fills = fills + state.carried
         if not seen.decode or seen.compiled:
             return state._replace(seconds=seen.seconds, shadows=shadows, carried=fills)

@@ -1,7 +1,7 @@
 """Which experts would be resident under each of several evictions, beside a running engine.
 
 All evictions see the same references, so the experts' last use and frequency are kept once, and an
-eviction is a set of residents. It makes the choices of `Pager.reference` in a quarter of its time.
+eviction is a set of residents. It makes the choices of `Pager.reference`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pallas_kernels.cpu.shadows import follow_shadows
 from pallas_kernels.plan.victim import log2_fixed
 
 _MOST = np.iinfo(np.int64).max
@@ -26,8 +27,8 @@ class Shadows(NamedTuple):
     cells of two versions has two places: A counts both."""
 
     weights: np.ndarray
-    """int64[2, K, 1, 1], of pallas_kernels.plan.victim_key, without that of the prior, so much
-    larger that a key has room below it for the last use and the id."""
+    """int64[K, 2], of pallas_kernels.plan.victim_key, without that of the prior, so much larger
+    that a key has room below it for the last use and the id."""
     eviction: np.ndarray
     """int64[A], of each arm."""
     cells: np.ndarray
@@ -46,14 +47,28 @@ class Shadows(NamedTuple):
     them is there; None: no arm has two."""
 
     def follow(
-        self, active: np.ndarray, filled_here: np.ndarray | None = None
+        self, ids: np.ndarray, filled_here: np.ndarray | None = None
     ) -> tuple[Shadows, np.ndarray]:
         """Returns the shadows after a step, and the misses int64[A] of each arm.
 
-        - `active`: bool[L, E], experts that the step routes to.
+        - `ids`: int[N, L, k], experts that the step routes to.
         - `filled_here`: bool[A, L, E], experts that a miss brings in this version; None: all.
         """
+        known = self.weights, self.eviction, self.cells
+        changed = self.resident, self.held, self.last_used, self.frequency
+        clock = self.clock + 1
+        found = follow_shadows(ids, known, self.other, filled_here, clock, AGES, changed)
+        if found is None:
+            return self.follow_by_numpy(ids, filled_here)
+        (resident, held, last_used, frequency), misses = found
+        return Shadows(*known, resident, held, last_used, frequency, clock, self.other), misses
+
+    def follow_by_numpy(
+        self, ids: np.ndarray, filled_here: np.ndarray | None = None
+    ) -> tuple[Shadows, np.ndarray]:
+        """As `follow`, which does so without the native library."""
         clock, resident = self.clock + 1, self.resident
+        active = active_of(ids, resident.shape[2])
         missing = active > (resident if self.other is None else resident | resident[self.other])
         if filled_here is not None:
             missing &= filled_here
@@ -81,7 +96,7 @@ class Shadows(NamedTuple):
     def regrant(self, cells: np.ndarray) -> Shadows:
         """Returns the shadows with these cells, int[A, L] or one row for all arms. Experts beyond
         them leave in the order of eviction."""
-        cells = np.array(np.broadcast_to(cells, self.cells.shape))
+        cells = np.ascontiguousarray(np.broadcast_to(cells, self.cells.shape), np.int64)
         gone = self._first(self.resident, self.held - cells, self.clock + 1)
         held = np.minimum(self.held, cells)
         return self._replace(cells=cells, resident=self.resident ^ gone, held=held)
@@ -93,10 +108,12 @@ class Shadows(NamedTuple):
             held = held | self.resident[self.other[arm]]
         return (self.resident > held).sum(axis=(1, 2))
 
-    def distances(self, active: np.ndarray) -> np.ndarray:
-        """Returns int64[L, E], how many of the active experts bool[L, E] were last used before so
-        many others of their layer: LRU with more cells has them. First uses do not count."""
-        layers, experts = active.shape
+    def distances(self, ids: np.ndarray) -> np.ndarray:
+        """Returns int64[L, E], how many of the experts that a step's ids int[N, L, k] name were
+        last used before so many others of their layer: LRU with more cells has them. First uses do
+        not count."""
+        layers, experts = self.last_used.shape
+        active = active_of(ids, experts)
         order = np.argsort(-self.last_used, axis=1, kind="stable")
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(experts)[None], axis=1)
@@ -109,7 +126,7 @@ class Shadows(NamedTuple):
         eviction: by the victim's key, its last use and its id. One number has all three, since a
         sort of numbers takes half the time of one of indices."""
         age, experts = clock - self.last_used, self.last_used.shape[1]
-        bits, (recent, often) = experts.bit_length(), self.weights
+        bits, (recent, often) = experts.bit_length(), self.weights.T[..., None, None]
         log2, used = _LOG2.take, self.last_used
         if clock >= len(_LOG2):
             log2, used = log2_fixed, np.maximum(AGES - age, 0)
@@ -138,12 +155,12 @@ def cold_shadows(
     - `cells`: of each layer, or int[A, L].
     """
     different, cells = sorted({*weights}), np.array(cells, np.int64)
-    large = np.array(different, np.int64).T[:2, :, None, None] << 25 + experts.bit_length()
+    large = np.ascontiguousarray(np.array(different, np.int64)[:, :2]) << 25 + experts.bit_length()
     arms, layers = len(weights), cells.shape[-1]
     return Shadows(
         large,
         np.array([different.index(each) for each in weights]),
-        np.array(np.broadcast_to(cells, (arms, layers))),
+        np.ascontiguousarray(np.broadcast_to(cells, (arms, layers))),
         np.zeros((arms, layers, experts), bool),
         np.zeros((arms, layers), np.int64),
         np.zeros((layers, experts), np.int64),

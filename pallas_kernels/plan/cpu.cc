@@ -4,18 +4,10 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/ops.h"
+#include "pallas_kernels/plan/log2.h"
 
 namespace moejax {
 namespace {
-
-// log2 of x ≥ 1 in units of 2^-12, linear between powers of two.
-int32_t log2_fixed(int32_t x) {
-  x = std::max(x, 1);
-  int exponent = 0;
-  while (x >> exponent > 1) exponent++;
-  const int32_t rest = x - (1 << exponent);
-  return exponent * 4096 + (exponent > 12 ? rest >> (exponent - 12) : rest << (12 - exponent));
-}
 
 // Sums wrap as the other implementations' do.
 int32_t wrapped(int64_t value) { return static_cast<int32_t>(static_cast<uint32_t>(value)); }

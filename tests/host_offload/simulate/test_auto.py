@@ -19,10 +19,11 @@ from host_offload.policies.precision.hobbit import find_heavy
 from host_offload.simulate import auto
 from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
 from host_offload.simulate.prediction import predict
-from host_offload.simulate.shadows import cold_shadows
+from host_offload.simulate.shadows import AGES, Shadows, active_of, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from host_offload.traces.schema import TraceError
+from pallas_kernels.cpu.library import why_not_cpu
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.traces.traces_of import write_trace
 
@@ -276,22 +277,36 @@ def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp
     assert (beside > 0) == (chosen == "placement")
 
 
+@pytest.fixture(params=["native", "numpy"])
+def follow(request) -> Callable[..., tuple[Shadows, np.ndarray]]:
+    """Shadows.follow with the library and without it."""
+    if request.param == "numpy":
+        return Shadows.follow_by_numpy
+    assert not why_not_cpu()
+    return Shadows.follow
+
+
 @pytest.mark.parametrize(
     ("cells", "rows", "experts"),
     [(12, 1, EXPERTS), (6, 5, EXPERTS), (3, 20, EXPERTS), (12, 3, 1100)],
 )
-def test_shadows_choose_as_the_device(cells, rows, experts):
-    """Also where cells are too few for a step, and after cells were taken and given."""
+@pytest.mark.parametrize("clock", [0, AGES - 20])
+def test_shadows_choose_as_the_device(cells, rows, experts, clock, follow):
+    """Also where cells are too few for a step, after cells were taken and given, and after so many
+    steps that numbers get large."""
     rng, every = np.random.default_rng(cells), [EVICTION[arm] for arm in auto.EVICTIONS]
     pagers = [Pager(cold_tables(np.full(LAYERS, cells), experts)) for _ in every]
     for pager, weights in zip(pagers, every, strict=True):
         pager.set_tables({"victim_weights": np.array(weights)})
+        pager.tables.clock[:] = clock
     shadows, often = cold_shadows(every, [cells] * LAYERS, experts), rng.dirichlet([0.5] * experts)
+    shadows = shadows._replace(clock=clock)
     for _ in range(80):
-        active = np.zeros((LAYERS, experts), bool)
-        for layer, _ in np.ndindex(LAYERS, rows):
-            active[layer, rng.choice(experts, 3, replace=False, p=often)] = True
-        shadows, missed = shadows.follow(active)
+        ids = np.zeros((rows, LAYERS, 3), np.int16)
+        for layer, row in np.ndindex(LAYERS, rows):
+            ids[row, layer] = rng.choice(experts, 3, replace=False, p=often)
+        active = active_of(ids, experts)
+        shadows, missed = follow(shadows, ids)
         for arm, pager in enumerate(pagers):
             found = pager.reference(active)
             assert missed[arm] == found.missing.sum()
@@ -302,7 +317,7 @@ def test_shadows_choose_as_the_device(cells, rows, experts):
     assert (fewer.regrant(np.full(LAYERS, cells)).resident == fewer.resident).all()
 
 
-def test_the_shadows_of_two_versions_miss_what_the_device_misses():
+def test_the_shadows_of_two_versions_miss_what_the_device_misses(follow):
     """Where a miss brings what Hobbit says."""
     policy = an_auto(arms=("lru+precision=hobbit,lo=int8", "lru+dense"))
     world, rng = World(policy, cells=(3, 6)), np.random.default_rng(0)
@@ -311,12 +326,9 @@ def test_the_shadows_of_two_versions_miss_what_the_device_misses():
         ids = rng.permuted(np.tile(np.arange(EXPERTS), (2, LAYERS, 1)), axis=2)[:, :, :3]
         seen: Any = SimpleNamespace(ids=ids, weights=rng.random(ids.shape))
         heavy = find_heavy(ids, seen.weights, EXPERTS, 0.6)
-        active = np.zeros((LAYERS, EXPERTS), bool)
-        for row in ids:
-            np.put_along_axis(active, row, True, axis=1)
         world.pager.set_tables({"fill_version": np.where(heavy, 0, 1)})
-        missing = world.pager.reference(active).missing
-        shadows, fills = state.shadows.follow(active, policy._brings(state, seen))
+        missing = world.pager.reference(active_of(ids, EXPERTS)).missing
+        shadows, fills = follow(state.shadows, ids, policy._brings(state, seen))
         state = state._replace(shadows=shadows)
         assert fills[:2].tolist() == [(missing & heavy).sum(), (missing & ~heavy).sum()], step
 
