@@ -162,9 +162,10 @@ INLINE vf multiply(vf total, const void* w, int64_t at, const float* x, int64_t 
 constexpr int64_t kDepth = 2048;
 constexpr int64_t kGroup = 48;  // rows whose sums wait
 
+// coming: R rows to fetch towards the cache meanwhile, or null.
 template <Type kind, int T, int R>
 INLINE void tile(const void* const* w, const float* const* x, int64_t from, int64_t to, int64_t n,
-                 float* sums, float* y, int64_t stride, const void* const* next) {
+                 float* sums, float* y, int64_t stride, const void* const* coming) {
   const int64_t size = kind == Type::BF16 ? 2 : 4;
   vf total[T][R];
   for (int t = 0; t < T; t++) {
@@ -172,12 +173,12 @@ INLINE void tile(const void* const* w, const float* const* x, int64_t from, int6
   }
   int64_t at = from;
   for (; at + 2 * L <= to; at += 2 * L) {
-    if (next) {
-      for (int r = 0; r < R; r++) __builtin_prefetch((const char*)next[r] + at * size, 0, 3);
+    if (coming) {
+      for (int r = 0; r < R; r++) __builtin_prefetch((const char*)coming[r] + at * size, 0, 3);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < T; t++) total[t][r] = multiply<kind>(total[t][r], w[r], at, x[t], at);
     }
   }
@@ -203,14 +204,20 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
              int64_t stride, const void* const* next) {
   float sums[T * kGroup * L];
   const int64_t depth = T == 1 ? n : kDepth;  // one token's operands always stay
+  constexpr int64_t soon = R == 1 ? 2 : R;  // rows until one that is asked for is read
+  const auto row_at = [=](int64_t i) {
+    return i < rows ? w[i] : i < kAhead ? w[rows - 1] : next[i - kAhead];
+  };
   for (int64_t first = 0; first < rows; first += kGroup) {
     const int64_t last = least(first + kGroup, rows);
     for (int64_t from = 0; from == 0 || from < n; from += depth) {
       const int64_t to = least(from + depth, n);
       int64_t r = first;
       for (; r + R <= last; r += R) {
+        const void* coming[R];
+        for (int i = 0; next && i < R; i++) coming[i] = row_at(r + soon + i);
         tile<kind, T, R>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride,
-                         next ? next + r : next);
+                         next ? coming : nullptr);
       }
       for (; r < last; r++) {
         tile<kind, T, 1>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride, nullptr);
@@ -220,15 +227,32 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
 }
 
 // Rows at once, for 1 to kTokens tokens: sums in flight fill the registers, 16, or 32 with AVX-512;
-// but each row is a stream of memory, and of few tokens four are read faster than eight.
+// but each row is a stream of memory, and few are read faster than many: of one token, a core of a
+// Zen 5 reads 26 GB/s in eight rows side by side, 33 in two and 37 in one.
 #if MOEJAX_LANES == 16
-constexpr int kTile[kTokens] = {8, 8, 6, 5};
+constexpr int kTile[kTokens] = {2, 2, 4, 4};
 #else
 constexpr int kTile[kTokens] = {4, 4, 4, 3};
 #endif
 
+#ifdef __AVX512BF16__
+// Products of pairs take half the time: memory decides longer, and eight tokens pass at once.
+constexpr int64_t kPassed = 8;
+constexpr int kPairTile[kPassed] = {1, 1, 1, 1, 1, 2, 2, 3};
+int64_t tokens_at_once(Type kind) { return kind == Type::BF16 ? kPassed : kTokens; }
+#else
+int64_t tokens_at_once(Type) { return kTokens; }
+#endif
+
 void dots(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
           int64_t n, float* y, int64_t stride, const void* const* next) {
+#ifdef __AVX512BF16__
+  if (kind == Type::BF16) {
+    return chosen<1, kPassed>(tokens, [=](auto t) {
+      rows_of<Type::BF16, t.value, kPairTile[t.value - 1]>(w, rows, x, n, y, stride, next);
+    });
+  }
+#endif
   chosen<kTokens>(kind, tokens, [=](auto k, auto t) {
     rows_of<k.value, t.value, kTile[t.value - 1]>(w, rows, x, n, y, stride, next);
   });
@@ -236,10 +260,10 @@ void dots(Type kind, const void* const* w, int64_t rows, const float* const* x, 
 
 // ---- add
 
-// C blocks of 2·L columns of T tokens at once, so that several sums are in flight. pair_at(i, c): row
-// i of a block.
+// Rows [first, last) of C blocks of 2·L columns of T tokens at once, so that several sums are in flight.
+// pair_at(i, c): row i of a block.
 template <int T, int C, class Pairs>
-INLINE void add_block(Pairs pair_at, int64_t rows, const float* const* h, int64_t at,
+INLINE void add_block(Pairs pair_at, int64_t first, int64_t last, const float* const* h, int64_t at,
                       float* const* total) {
   vf sums[T][C][2];
   for (int t = 0; t < T; t++) {
@@ -248,7 +272,7 @@ INLINE void add_block(Pairs pair_at, int64_t rows, const float* const* h, int64_
       sums[t][c][1] = load<vf>(total[t] + at + 2 * L * c + L);
     }
   }
-  for (int64_t i = 0; i < rows; i++) {
+  for (int64_t i = first; i < last; i++) {
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
       const Pair pair = pair_at(i, c);
@@ -268,16 +292,36 @@ INLINE void add_block(Pairs pair_at, int64_t rows, const float* const* h, int64_
   }
 }
 
+// Rows are read in groups, which of few tokens are the next rows of four streams (expert_ffn's down has
+// its rows in four quarters): no others are fetched ahead better by the processor itself. With more
+// tokens their sums take longer than it looks ahead, so the next group is asked for.
 template <Type kind, int T>
-void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n,
-            float* const* total) {
-  constexpr int C = T == 1 ? 4 : T == 2 ? 2 : 1;
-  int64_t at = 0;
-  const auto whole = [w, &at](int64_t i, int c) { return weights<kind>(w[i], at + 2 * L * c); };
-  for (; at + 2 * L * C <= n; at += 2 * L * C) add_block<T, C>(whole, rows, h, at, total);
-  for (; at + 2 * L <= n; at += 2 * L) add_block<T, 1>(whole, rows, h, at, total);
-  const auto end = [=](int64_t i, int) { return pair_of<kind>(w[i], at, n); };
-  if (at < n) add_block<T, 1>(end, rows, h, at, total);
+void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n, float* const* total) {
+  constexpr int C = T == 1 ? 4 : T == 2 || L == 16 ? 2 : 1;
+  constexpr int64_t K = T == kTokens ? 2 : 4, size = kind == Type::BF16 ? 2 : 4;
+  constexpr bool fetched = T > 2;
+  const int64_t apart = fetched && rows > 4 ? (const char*)w[4] - (const char*)w[0] : 0;
+  for (int64_t first = 0; first < rows; first += K) {
+    const int64_t last = least(first + K, rows);
+    int64_t at = 0;
+    const auto whole = [w, &at](int64_t i, int c) { return weights<kind>(w[i], at + 2 * L * c); };
+    if (last - first == K) {
+      const char* coming[K];
+      for (int64_t i = 0; apart && i < K; i++) {
+        const int64_t row = last + i;
+        coming[i] = row < rows ? (const char*)w[row] : (const char*)w[row - 4] + apart;
+      }
+      for (; at + 2 * L * C <= n; at += 2 * L * C) {
+        for (int64_t i = 0; apart && i < K; i++) {
+          for (int64_t c = 0; c < 2 * L * C * size; c += 64) __builtin_prefetch(coming[i] + at * size + c);
+        }
+        add_block<T, C>(whole, first, first + K, h, at, total);
+      }
+    }
+    for (; at + 2 * L <= n; at += 2 * L) add_block<T, 1>(whole, first, last, h, at, total);
+    const auto end = [=](int64_t i, int) { return pair_of<kind>(w[i], at, n); };
+    if (at < n) add_block<T, 1>(end, first, last, h, at, total);
+  }
 }
 
 void add(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
@@ -385,7 +429,7 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
       };
       for (int64_t t = 0; t < tokens; t += 6) {
         chosen<1, 6>(tokens - t, [=](auto count) {
-          add_block<count.value, 1>(panelled, rows, h + t, at, total + t);
+          add_block<count.value, 1>(panelled, 0, rows, h + t, at, total + t);
         });
       }
     }
@@ -403,7 +447,7 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
 #else
   const bool panels = tokens > few(kind);
 #endif
-  const int64_t most = panels ? kOpen : kTokens, step = panels ? kPanel : rows;
+  const int64_t most = panels ? kOpen : tokens_at_once(kind), step = panels ? kPanel : rows;
   for (int64_t r = 0; r < rows; r += step) {
     const int64_t mine = least(step, rows - r);
     for (int64_t t = 0; t < tokens; t += most) {
