@@ -109,7 +109,7 @@ __attribute__((target("sha,sse4.1,ssse3"))) void sha_blocks_x86(uint32_t* state,
   _mm_storeu_si128((__m128i*)(state + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
 
-__attribute__((target("sse4.2"))) uint32_t crc_x86(uint32_t crc, const uint8_t* p, int64_t n) {
+__attribute__((target("sse4.2,crc32"))) uint32_t crc_x86(uint32_t crc, const uint8_t* p, int64_t n) {
   uint64_t wide = crc;
   for (; n >= 8; n -= 8, p += 8) {
     uint64_t eight;
