@@ -18,14 +18,26 @@
 namespace moejax {
 namespace {
 
+template <int N>
+struct Floats {
+  typedef float type __attribute__((vector_size(4 * N)));
+};
+
 // Pairwise halves: one order for every sum.
-INLINE float sum(vf v) {
-  float lanes[L];
-  store(lanes, v);
-  for (int64_t half = L / 2; half; half /= 2) {
-    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+template <class V, class F>
+INLINE float joined(V v, const F& join) {
+  constexpr int n = sizeof(V) / 4;
+  if constexpr (n == 4) {
+    return join(join(v[0], v[2]), join(v[1], v[3]));
+  } else {
+    typename Floats<n / 2>::type half[2];
+    memcpy(half, &v, sizeof v);
+    return joined(join(half[0], half[1]), join);
   }
-  return lanes[0];
+}
+
+INLINE float sum(vf v) {
+  return joined(v, [](auto a, auto b) { return a + b; });
 }
 
 void widen(Type type, const void* in, int64_t n, float* out) {

@@ -60,10 +60,10 @@ struct Ahead {
 };
 
 // What products multiply: get(u, w) gives the C vectors of word u. C is a multiple of `unit`, at most
-// `most`.
+// `most`; `rows` pass at once.
 
 struct Panel {  // [word][vector][L]
-  static constexpr int unit = 1, most = kTileVectors;
+  static constexpr int unit = 1, most = kTileVectors, rows = kTileRows;
   const uint32_t* words;
   int64_t vectors;
   INLINE Panel from(int64_t vector) const { return {words + vector * L, vectors}; }
@@ -74,17 +74,26 @@ struct Panel {  // [word][vector][L]
   }
 };
 
-struct Lying {  // rows of bfloat16: the even words of 2·L, and the odd ones
-  static constexpr int unit = 2, most = kTileVectors / 2 * 2;
-  const void* const* rows;
+// Rows of bfloat16: the even words of 2·L, and the odd ones. Pairs are of two rows, parted anew by each
+// tile: few vectors, and all rows of a token.
+template <bool pairs>
+struct Lying {
+  static constexpr int unit = 2, most = pairs ? 2 : kTileVectors / 2 * 2, rows = pairs ? kFewRows : kTileRows;
+  const void* const* values;
   int64_t at;
-  INLINE Lying from(int64_t vector) const { return {rows, at + vector * L}; }
+  INLINE Lying from(int64_t vector) const { return {values, at + vector * L}; }
   template <int C>
   INLINE void get(int64_t u, vu* w) const {
 #pragma GCC unroll 4
     for (int c = 0; c < C / 2; c++) {
-      const vu both = load<vu>((const uint16_t*)rows[u] + at + c * 2 * L);
-      w[2 * c] = both << 16, w[2 * c + 1] = both & 0xffff0000u;
+      const auto row = [&](int64_t i) { return load<vu>((const uint16_t*)values[i] + at + c * 2 * L); };
+      if constexpr (pairs) {
+        const vu a = row(2 * u), b = row(2 * u + 1);
+        w[2 * c] = (a & 0xffffu) | (b << 16), w[2 * c + 1] = (a >> 16) | (b & 0xffff0000u);
+      } else {
+        const vu both = row(u);
+        w[2 * c] = both << 16, w[2 * c + 1] = both & 0xffff0000u;
+      }
     }
   }
 };
@@ -108,7 +117,7 @@ INLINE void product(const Factors& a, int64_t row, const Words& b, float* out, i
   const auto add = [&](int64_t u) __attribute__((always_inline)) {
     vu w[C];
     b.template get<C>(u, w);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], words[t * a_stride + u]);
@@ -132,9 +141,10 @@ INLINE int64_t tile_of(int64_t left, int64_t most) {
 }
 
 // Steps of an Ahead while some rows pass some lanes.
-INLINE int64_t steps_of(int64_t rows, int64_t words, int64_t lanes, int64_t most) {
-  const int64_t tiles = (lanes / L + most - 1) / most;
-  return (rows + kTileRows - 1) / kTileRows * tiles * (words / kStep);
+template <class Words>
+INLINE int64_t steps_of(int64_t rows, int64_t words, int64_t lanes) {
+  const int64_t tiles = (lanes / L + Words::most - 1) / Words::most;
+  return (rows + Words::rows - 1) / Words::rows * tiles * (words / kStep);
 }
 
 // Some vectors of lanes, and all rows.
@@ -145,8 +155,8 @@ void products(int64_t rows, const Factors& a, const Words& b, int64_t vectors, f
     tile = tile_of(vectors - v, Words::most);
     chosen<1, Words::most / Words::unit>(tile / Words::unit, [&](auto units) {
       constexpr int C = units.value * Words::unit;
-      for (int64_t t = 0; t < rows; t += kTileRows) {
-        chosen<1, kTileRows>(rows - t, [&](auto count) {
+      for (int64_t t = 0; t < rows; t += Words::rows) {
+        chosen<1, Words::rows>(rows - t, [&](auto count) {
           product<pairs, count.value, C>(a, t, b.from(v), out + t * stride + v * L, stride, onto, ahead);
         });
       }
@@ -208,19 +218,22 @@ INLINE void words_of(const void* row, int64_t at, int64_t n, vu* out) {
   }
 }
 
-// panel[word][key] of L · vectors keys of a span, from one on.
-template <Type kind>
+// panel[word][key] of L · vectors keys of a span, from one on. whole: all keys are set, and their words
+// are whole vectors.
+template <Type kind, bool whole>
 void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
   constexpr int parts = kind == Type::BF16 ? 1 : 2;
   for (int64_t key = first; key < first + vectors * L; key += L) {
     const void* rows[L];
-    for (int64_t i = 0; i < L; i++) rows[i] = key + i >= s.from && key + i < s.to ? s.keys[key + i] : nullptr;
+    for (int64_t i = 0; i < L; i++) {
+      rows[i] = whole || (key + i >= s.from && key + i < s.to) ? s.keys[key + i] : nullptr;
+    }
     uint32_t* out = panel + key - first;
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
       vu v[2][L];
       for (int64_t i = 0; i < L; i++) {
         vu mine[2] = {};
-        if (rows[i]) words_of<kind>(rows[i], at, s.head_dim, mine);
+        if (whole || rows[i]) words_of<kind>(rows[i], at, whole ? at + 2 * L : s.head_dim, mine);
         for (int part = 0; part < parts; part++) v[part][i] = mine[part];
       }
       for (int part = 0; part < parts; part++) {
@@ -298,16 +311,11 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
   for (int64_t i = 0; i < kSpan; i += L) {
     const vi key = lane + (int32_t)i;
     vf seen = load<vf>(scores + i) * s.scale;
-    if (!whole) seen = (key >= first) & (key < end) ? seen : splat(-__builtin_inff());
+    if (!whole) seen = ((key >= first) & (key < end)) ? seen : splat(-__builtin_inff());
     best = seen > best ? seen : best;
     store(scores + i, seen);
   }
-  float tops[L];
-  store(tops, best);
-  for (int64_t half = L / 2; half; half /= 2) {
-    for (int64_t i = 0; i < half; i++) tops[i] = tops[i + half] > tops[i] ? tops[i + half] : tops[i];
-  }
-  const float top = tops[0];
+  const float top = joined(best, [](auto a, auto b) { return b > a ? b : a; });
   const float safe = top == -__builtin_inff() ? 0 : top;
   for (int64_t i = 0; i < kSpan; i += L) {
     const vf p = exponential(load<vf>(scores + i) - safe);
@@ -337,16 +345,19 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
 // A panel has a tile or two of vectors: it stays in the first cache while all rows pass.
 template <Type kind>
 void attend_as(const AttendedSpan& s) {
-  constexpr bool pairs = in_pairs<kind>(), can_lie = kind == Type::BF16 && !pairs;
+  constexpr bool pairs = in_pairs<kind>(), can_lie = kind == Type::BF16;
   constexpr int64_t kAtOnce = 64, size = kind == Type::BF16 ? 2 : 4;
   constexpr int64_t weights = pairs ? kSpan / 2 : kSpan;  // words
   const auto whole = [](int64_t n) { return (n + 2 * L - 1) / (2 * L) * (2 * L); };
   const int64_t columns = whole(s.value_dim), words = whole(s.head_dim) / (pairs ? 2 : 1);
-  const bool all = seen_by_all(s), lie = can_lie && all && s.rows <= kFewRows && columns == s.value_dim;
+  const bool set = s.from == 0 && s.to == kSpan, whole_keys = set && s.head_dim % (2 * L) == 0;
+  const bool all = seen_by_all(s), lie = can_lie && all && s.rows <= kFewRows && columns == s.value_dim &&
+                                          (!pairs || set);
   Ahead next_keys(s.next_keys, s.next_from, s.next_to, s.head_dim * size,
-                  steps_of(s.rows, words, kSpan, kTileVectors));
+                  steps_of<Panel>(s.rows, words, kSpan));
   Ahead next_values(s.next_values, s.next_from, s.next_to, s.value_dim * size,
-                    steps_of(s.rows, weights, columns, lie ? Lying::most : kTileVectors));
+                    lie ? steps_of<Lying<pairs>>(s.rows, weights, columns)
+                        : steps_of<Panel>(s.rows, weights, columns));
   alignas(64) float scores[kAtOnce * kSpan];
   // 0 times such a value is NaN: rows must not meet values that they do not see.
   const bool alone = !all && !is_finite<kind>(s);
@@ -356,7 +367,8 @@ void attend_as(const AttendedSpan& s) {
     const Factors q = {(const uint32_t*)(s.q + row * s.q_width), s.q_width, 0, words};
     for (int64_t key = 0, vectors; key < kSpan; key += vectors * L) {
       vectors = tile_of((kSpan - key) / L, kTileVectors);
-      turn_keys<kind>(s, key, vectors, s.scratch);
+      if (whole_keys) turn_keys<kind, true>(s, key, vectors, s.scratch);
+      else turn_keys<kind, false>(s, key, vectors, s.scratch);
       products<pairs>(count, q, Panel{s.scratch, vectors}, vectors, scores + key, kSpan, false, next_keys);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -366,8 +378,8 @@ void attend_as(const AttendedSpan& s) {
     float* total = s.total + row * s.width;
     if constexpr (can_lie) {
       if (lie) {  // weights of other keys are 0
-        const Factors p = {(const uint32_t*)scores, kSpan, s.from, s.to};
-        products<pairs>(count, p, Lying{s.values, 0}, columns / L, total, s.width, true, next_values);
+        const Factors p = {(const uint32_t*)scores, kSpan, s.from, pairs ? weights : s.to};
+        products<pairs>(count, p, Lying<pairs>{s.values, 0}, columns / L, total, s.width, true, next_values);
         continue;
       }
     }
