@@ -280,8 +280,9 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const int64_t width = padded(count);
   const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
   Buffer<float> sums(open * width);
-  const bool encoded = as_they_are_decoded(work, e), scaled = !encoded || work.k.scales_ahead;
-  Buffer<char> scratch(encoded ? 0 : kManyAdded * count * size_of(work.kind));
+  const bool encoded = as_they_are_decoded(work, e), decoded = !encoded && !row_of(*e.format, e.record, DOWN, 0);
+  const bool scaled = decoded || (encoded && work.k.scales_ahead);
+  Buffer<char> scratch(decoded ? kManyAdded * count * size_of(work.kind) : 0);
   const int64_t group = std::max<int64_t>(e.format->matrix[DOWN].group, 1);
   Buffer<float> scales(scaled ? (c.width + group - 1) / group * 2 * width : 0);
   if (scaled) work.k.down_scales(*e.format, e.record, first, count, scales.get());
