@@ -122,18 +122,22 @@ void add_highs(const Integers& as, const uint16_t* highs, int64_t plane, int64_t
 struct IntegerRow {
   const uint16_t *codes, *highs;
   int64_t n, high_size;       // weights; elements of upper bits
+  const uint16_t *next, *next_highs;  // of a row that is asked for meanwhile
 };
 
 #ifdef __AVX2__
 // ---- codes → bytes, by vectors
 typedef __m256i v32;
 
+template <class T>
+INLINE T* whole_line(T* p) { return (T*)(((uintptr_t)p + 63) / 64 * 64); }
+
 // What is known of codes when this is compiled. sums: of so many products of four bytes and numbers fit
 // into two words; 0: bytes are signed. Codes of 8 bits are multiplied as words.
 template <int bits_, int sums_, bool listed_ = false, bool highs_ = false>
 struct Kind {
   static constexpr int bits = bits_, sums = sums_, planes = 16 / bits_;
-  static constexpr bool words = bits_ == 8, listed = listed_, highs = highs_;
+  static constexpr bool words = bits_ == 8, listed = listed_, highs = highs_, wide = false;
   static constexpr int fields = words ? 2 : 8 / bits_;  // what a vector of elements gives
   static constexpr int depth = words ? 2 : 4;           // numbers of a lane of 32 bits
 };
@@ -211,6 +215,17 @@ struct DownRows {
   int64_t apart;
 };
 
+// Of a band of which nothing has been asked for before: its lines of columns `at` and on.
+constexpr int64_t kNear = 128;
+INLINE void ask_for_columns(const DownRows& rows, bool highs, int64_t step, int64_t at, int64_t n) {
+  for (int64_t i = 0; i < step; i++) {
+    for (int64_t j = at; j < n; j += 32) {
+      soon(rows.codes + i * rows.apart + j);
+      if (highs) soon(rows.highs + i * rows.apart + j);
+    }
+  }
+}
+
 // Four rows of 16 columns, as lanes of 32 bits for each column, in turn_rows' order: of each plane two
 // vectors; words have those of two rows, then those of the other two.
 template <class K>
@@ -246,22 +261,12 @@ constexpr int kTurned = K::words ? 4 : K::planes;
 
 INLINE v32 ones() { return _mm256_set1_epi16(1); }
 
-#ifdef __AVX512VNNI__
-constexpr bool kOneInstruction = true;  // multiplies, and adds to 32 bits
-#else
-constexpr bool kOneInstruction = false;
-#endif
-
 // Sums of products in each lane of 32 bits, onto others.
 template <class K>
 INLINE v32 add_products(v32 sums, v32 codes, v32 q) {
   if (!K::words && !K::sums) q = _mm256_sign_epi8(q, codes), codes = _mm256_abs_epi8(codes);
-#ifdef __AVX512VNNI__
-  return K::words ? _mm256_dpwssd_epi32(sums, codes, q) : _mm256_dpbusd_epi32(sums, codes, q);
-#else
   if (!K::words) codes = _mm256_maddubs_epi16(codes, q), q = ones();
   return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, q));
-#endif
 }
 
 // Two vectors' columns in their order, of turn_rows' one.
@@ -271,8 +276,6 @@ INLINE void in_order(v32 (&v)[2]) {
 }
 
 // ---- a few tokens: units' sums of a row
-
-constexpr int64_t kRowsAhead = 2;  // that are asked for
 
 // Numbers in the order in which a row's codes are multiplied: for each 16 elements and field, of eight
 // the lower bytes' numbers and the upper ones', then of the others.
@@ -344,8 +347,8 @@ void row_sums(const Integers& as, const IntegerRow& row, const void* const* numb
   for (int64_t first = 0; first < steps; first += 8) {
     const int64_t count = least(8, steps - first);
     for (int64_t i = first * E; i < (first + count) * E; i += 32) {
-      soon(row.codes + kRowsAhead * size + i);
-      if (K::highs && i < row.high_size) soon(row.highs + kRowsAhead * row.high_size + i);
+      soon(row.next + i);
+      if (K::highs && i < row.high_size) soon(row.next_highs + i);
     }
     v32 part[T][pairs][small ? 4 : 8];
     for (int64_t i = 0; i < count; i += 2) {
@@ -494,10 +497,18 @@ struct IntegerBlock {
   int64_t lines[2];
 };
 
+#ifdef __AVX512VNNI__
+}  // namespace
+}  // namespace moejax
+#include "integers512.h"
+namespace moejax {
+namespace {
+#endif
+
 // T tokens of a unit, whose numbers are q: sums, of each eight outputs.
 template <class K, int T>
 INLINE void unit_of_block(const int32_t* lanes, int64_t unit, const int32_t* const* q, v32 (&sums)[T][2]) {
-  constexpr bool small = !K::words && K::sums && !kOneInstruction;
+  constexpr bool small = !K::words && K::sums;
   v32 open[T][2] = {};  // of words, where products fit
   for (int t = 0; t < T; t++) sums[t][0] = sums[t][1] = v32{};
   const auto close = [&] {
@@ -582,12 +593,18 @@ void multiply_block(const Integers& as, const IntegerBlock& b, const float* cons
   }
 }
 
+// As either kind has it.
 template <class K>
 void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+#ifdef __AVX512VNNI__
+  if constexpr (K::wide) return multiply_wide_block(as, b, x, tokens, out);
+  else
+#endif
   if constexpr (!K::listed && !K::words) {  // others have no minimums
-    if (as.shift == Shift::Minimum) return multiply_block<K, true>(as, b, x, tokens, out);
+    (as.shift == Shift::Minimum ? multiply_block<K, true> : multiply_block<K, false>)(as, b, x, tokens, out);
+  } else {
+    multiply_block<K, false>(as, b, x, tokens, out);
   }
-  multiply_block<K, false>(as, b, x, tokens, out);
 }
 
 // Lane i of eight vectors, in vector i.
@@ -648,11 +665,27 @@ void turn_scales(const float* numbers, int64_t n, int64_t i, int64_t rows, float
     for (int64_t j = 0; j < 8; j++) store(out + (u + j) * kOutputs, v[j]);
   }
 }
+
+// kOutputs rows' codes, scales and shifts as a block has them; `rows` of them there are.
+template <class K>
+void turn_rows(const Integers& as, const IntegerRow* all, const float* scale, const float* shift, int64_t apart,
+               int64_t rows, int32_t* lanes, float* scales, float* shifts) {
+#ifdef __AVX512VNNI__
+  if constexpr (K::wide) return turn_wide_rows<K>(as, all, scale, shift, apart, rows, lanes, scales, shifts);
+  else
+#endif
+  for (int64_t i = 0; i < kOutputs; i += 8) {
+    turn_codes<K>(as, all + i, lanes + i);
+    turn_scales(scale, apart, i, rows, scales + i);
+    if (as.shift != Shift::None) turn_scales(shift, apart, i, rows, shifts + i);
+  }
+}
 #endif
 
 // ---- gate and up
 
 constexpr int64_t kScaledRows = 16;  // whose scales are widened at once
+constexpr int64_t kElementsAhead = 4096;  // of rows of codes, that are asked for
 
 // Scales and shifts of the units of rows, lanes_of(units) apart, zeros behind them. raw: room for those
 // of a row's groups.
@@ -701,7 +734,7 @@ void ask_for_units(const Format& f, const uint16_t* record, const Coding& c, int
 IntegerRow row_at(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row) {
   const int64_t n = f.hidden, size = n * as.bits / 16, high_size = n * as.highs / 16;
   const uint16_t* codes = record + c.codes * n + row * size;
-  return {codes, record + c.highs * n + row * high_size, n, high_size};
+  return {codes, record + c.highs * n + row * high_size, n, high_size, codes, codes};
 }
 
 void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
@@ -717,14 +750,31 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
                    : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero> : sum_units_of_rows<Shift::Minimum>;
   // sum(row, sums): of all tokens.
   const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
-  const auto few_rows_at_once = [&](auto sum) {
+  const auto few_rows_at_once = [&](const Integers& as, auto sum) {
+    // Behind gate's rows are up's, where tasks have both.
+    const Coding& up = f.matrix[UP];
+    const bool both = matrix == GATE && up.kind == c.kind;
+    const int64_t ahead = (kElementsAhead + size - 1) / size;
+    const auto row_ahead = [&](int64_t r) {
+      return both && r >= rows ? row_at(f, record, up, as, first + least(r - rows, rows - 1)) : row_at(f, record, c, as, first + r);
+    };
+    for (int64_t r = 0; r < least(ahead, rows); r++) {
+      const IntegerRow row = row_at(f, record, c, as, first + r);
+      for (int64_t i = 0; i < size; i += 32) soon(row.codes + i);
+      for (int64_t i = 0; i < high_size; i += 32) soon(row.highs + i);
+    }
     for (int64_t r = 0; r < least(kScaledRows, rows); r++) ask_for_units(f, record, c, first + r);
     for (int64_t r = 0; r < rows; r += at_once) {
       const int64_t i = r % kScaledRows * apart, count = least(at_once, rows - r);
       if (!i) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
       for (int64_t j = 0; j < count; j++) {
-        if (r + j + kScaledRows < rows) ask_for_units(f, record, c, first + r + j + kScaledRows);
-        sum(row_at(f, record, c, as, first + r + j), sums + j * tokens * room);
+        const int64_t later = r + j + kScaledRows;
+        if (later < rows) ask_for_units(f, record, c, first + later);
+        else if (both && later - rows < least(kScaledRows, rows)) ask_for_units(f, record, up, first + later - rows);
+        IntegerRow row = row_at(f, record, c, as, first + r + j);
+        const IntegerRow next = row_ahead(r + j + ahead);
+        row.next = next.codes, row.next_highs = next.highs;
+        sum(row, sums + j * tokens * room);
       }
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
@@ -734,6 +784,50 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     }
   };
 #ifdef __AVX2__
+  const auto blocks_of_rows = [&](const Integers& as, auto kind) {
+    using K = decltype(kind);
+    float *scales = (float*)sums, *shifts = scales + apart * kOutputs, *out = shifts + apart * kOutputs;
+    int32_t* lanes = whole_line((int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes));
+    for (int64_t r = 0; r < rows; r += kOutputs) {
+      const int64_t mine = least(kOutputs, rows - r);
+      units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
+      IntegerRow all[kOutputs];
+      for (int64_t i = 0; i < kOutputs; i++) all[i] = row_at(f, record, c, as, first + r + least(i, mine - 1));
+      turn_rows<K>(as, all, scale, shift, apart, mine, lanes, scales, shifts);
+      IntegerBlock block = {lanes, scales, shifts, kOutputs, n, c.unit, {}, {}};
+      if (r + kOutputs < rows) {
+        const IntegerRow next = row_at(f, record, c, as, first + r + kOutputs);
+        block.next[0] = next.codes, block.next[1] = next.highs;
+        block.lines[0] = kOutputs * size / (32 * units), block.lines[1] = kOutputs * high_size / (32 * units);
+        for (int64_t j = r + kOutputs; j < least(rows, r + 2 * kOutputs); j++) ask_for_units(f, record, c, first + j);
+      }
+      for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens, block.lines[0] = block.lines[1] = 0) {
+        const int64_t count = least(kBlockTokens, tokens - t0);
+        multiply_block<K>(as, block, x + t0, count, out);
+        for (int64_t t = 0; t < count; t++) memcpy(y + (t0 + t) * stride + r, out + t * kOutputs * kUnitLanes, mine * sizeof *y);
+      }
+    }
+  };
+#ifdef __AVX512VNNI__
+  if (size % 32 == 0 && high_size % 32 == 0) {
+    return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
+      using K = decltype(kind);
+      if (tokens >= kMany) return blocks_of_rows(as, kind);
+      const int8_t* numbers[kFew];
+      int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
+      for (int64_t t = 0; t < tokens; t++, ordered += n) {
+        order_widely<K>(Quantized(x[t], n).q, n, ordered);
+        numbers[t] = ordered;
+      }
+      chosen<1, kFew>(tokens, [&](auto some) {
+        constexpr int T = decltype(some)::value;
+        few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
+          (sixteen ? wide_row_sums<K, 16, T> : wide_row_sums<K, 32, T>)(as, row, numbers, room, out);
+        });
+      });
+    });
+  }
+#endif
   if (size % 16 == 0 && high_size % 16 == 0) {
     // Of codes of six bits, the products of 32 numbers do not fit into row_sums' words.
     const bool whole = !sixteen && size % 32 == 0 && high_size % 32 == 0 && as.bits + as.highs != 6;
@@ -749,7 +843,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
         }
         return chosen<1, kFew>(tokens, [&](auto some) {
           constexpr int T = decltype(some)::value;
-          few_rows_at_once([&](const IntegerRow& row, int32_t* out) {
+          few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
             (whole ? row_sums<K, 32, T> : row_sums<K, 16, T>)(as, row, numbers, room, out);
             for (int64_t t = 0; t < T && !sixteen && !whole; t++) {
               int32_t* mine = out + t * room;
@@ -758,36 +852,12 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
           });
         });
       }
-      float *scales = (float*)sums, *shifts = scales + apart * kOutputs, *out = shifts + apart * kOutputs;
-      int32_t* lanes = (int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes);
-      for (int64_t r = 0; r < rows; r += kOutputs) {
-        const int64_t mine = least(kOutputs, rows - r);
-        units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
-        for (int64_t i = 0; i < kOutputs; i += 8) {
-          IntegerRow eight[8];
-          for (int64_t j = 0; j < 8; j++) eight[j] = row_at(f, record, c, as, first + r + least(i + j, mine - 1));
-          turn_codes<K>(as, eight, lanes + i);
-          turn_scales(scale, apart, i, mine, scales + i);
-          if (as.shift != Shift::None) turn_scales(shift, apart, i, mine, shifts + i);
-        }
-        IntegerBlock block = {lanes, scales, shifts, kOutputs, n, c.unit, {}, {}};
-        if (r + kOutputs < rows) {
-          const IntegerRow next = row_at(f, record, c, as, first + r + kOutputs);
-          block.next[0] = next.codes, block.next[1] = next.highs;
-          block.lines[0] = kOutputs * size / (32 * units), block.lines[1] = kOutputs * high_size / (32 * units);
-          for (int64_t j = r + kOutputs; j < least(rows, r + 2 * kOutputs); j++) ask_for_units(f, record, c, first + j);
-        }
-        for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens, block.lines[0] = block.lines[1] = 0) {
-          const int64_t count = least(kBlockTokens, tokens - t0);
-          multiply_block<K>(as, block, x + t0, count, out);
-          for (int64_t t = 0; t < count; t++) memcpy(y + (t0 + t) * stride + r, out + t * kOutputs * kUnitLanes, mine * sizeof *y);
-        }
-      }
+      blocks_of_rows(as, kind);
     });
   }
 #endif
   uint8_t* bytes = (uint8_t*)(sums + at_once * tokens * room);
-  few_rows_at_once([&](const IntegerRow& row, int32_t* out) {
+  few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
     for (int64_t p = 0; p < 16 / as.bits; p++) bytes_of(as, row.codes, p, size, bytes + p * size);
     for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) add_highs(as, row.highs, p, high_size, bytes + p * high_size);
     for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, out + t * room);
@@ -803,13 +873,17 @@ bool whole_bands(const Format& f, const Integers& as, int64_t step) {
   return f.width % part == 0 && f.width % high_part == 0;
 }
 
+#ifndef __AVX512VNNI__
+template <class F>
+INLINE void with_kind_of_columns(const Integers& as, F f) { with_kind(as, f); }
+
 // Sums of products of `step` rows of each plane, 16 or 32, and n columns, a multiple of 16: to
 // out[t · planes + p] for T tokens. R rows pass at once, as many as the first cache has ways, with the
 // sums of 16 or 32 columns in registers. What lies `ahead` of rows, and of their upper bits (no upper
 // bits: 0), is asked for meanwhile, row by row: column by column took up to twice the time.
 template <class K, int T>
-void band_sums(const Integers& as, const DownRows& rows, const Place& place, int64_t step, int64_t n, int64_t ahead,
-               int64_t highs_ahead, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
+void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
+               int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
   constexpr int P = K::planes, F = K::fields, R = 8;  // a vector has planes f and f + F side by side, or words of f
   constexpr int most = K::sums ? K::sums : 1;   // products of pairs that fit into words
   constexpr int some = K::words || most > R / 2 ? R / 2 : most;
@@ -828,6 +902,7 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
     }
   }
   const v32 table = listed(as);
+  const Place place(as.highs, multiple);
   int64_t group = 0;
   const int64_t lines = n / 32;
   int64_t asked = 0, next = 0;  // lines of a row; elements
@@ -916,6 +991,7 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
       }
     }
   };
+  if (cold) ask_for_columns(rows, K::highs, step, 0, least(n, 4 * kNear));
   for (; group < step; group += R) {
     int64_t at = 0;
     if constexpr (T * F == 2 && !K::highs) {
@@ -924,6 +1000,25 @@ void band_sums(const Integers& as, const DownRows& rows, const Place& place, int
     for (; at < n; at += 16) block(at, Constant<int, 1>());
   }
 }
+
+// Elements of four rows of down^T and of `blocks` · kOutputs columns, as blocks have them, which lie
+// `apart` lanes from each other; a plane has `size` of them.
+template <class K>
+void turn_columns(const Integers& as, const DownRows& rows, int64_t multiple, int64_t blocks, int64_t size, int64_t apart,
+                  int32_t* lanes) {
+  const v32 table = listed(as);
+  const Place place(as.highs, multiple);
+  for (int64_t k = 0; k < blocks; k++) {
+    v32 four[kTurned<K>][2];
+    turned<K>({rows.codes + k * kOutputs, rows.highs + k * kOutputs, rows.apart}, place, table, four);
+    for (int j = 0; j < kTurned<K>; j++) {
+      int32_t* mine = lanes + k * apart + j % K::planes * size + j / K::planes * kOutputs;
+      in_order(four[j]);
+      store(mine, four[j][0]), store(mine + 8, four[j][1]);
+    }
+  }
+}
+#endif
 #endif
 
 // Sums of products for each `step` rows and each of n columns, of rows `first` and each `every` further
@@ -938,10 +1033,14 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
   int64_t done = 0;  // columns
 #ifdef __AVX2__
   if (whole_bands(f, as, step)) {
-    done = n / 16 * 16;
     static_assert(kFew == 3);
     const Quantized to[kFew] = {{h[0], width}, {h[least(1, tokens - 1)], width}, {h[tokens - 1], width}};
-    with_kind(as, [&](auto kind) {
+#ifdef __AVX512VNNI__
+    done = n;
+#else
+    done = n / 16 * 16;
+#endif
+    with_kind_of_columns(as, [&](auto kind) {
       using K = decltype(kind);
       chosen<1, kFew>(tokens, [&](auto some) {
         for (int64_t row = first * step; row < size; row += every * step) {
@@ -955,9 +1054,9 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
           const int64_t ahead = later < 0 ? n - row * apart : (later - row) * apart;
           int64_t highs_ahead = 0;
           if (as.highs) highs_ahead = later < 0 ? n - high_row * apart : (later % high_size - high_row) * apart;
-          const Place place(as.highs, as.highs ? row / high_size : 0);
+          const int64_t multiple = as.highs ? row / high_size : 0;
           const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
-          band_sums<K, decltype(some)::value>(as, rows, place, step, done, ahead, highs_ahead, to, row, size, own);
+          band_sums<K, decltype(some)::value>(as, rows, multiple, step, done, ahead, highs_ahead, row == 0, to, row, size, own);
         }
       });
     });
@@ -1004,15 +1103,15 @@ void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int
 template <Shift how>
 void add_unit(const int32_t* sums, const int32_t* twice, float zero, const float* scale, const float* shift, float by,
               float of_h, int64_t n, float* lane) {
-  for (int64_t i = 0; i < n; i += W) {
-    wi all = load<wi>(sums + i);
-    if (twice) all += load<wi>(twice + i);
-    vw zeros = zero - vw{};
-    if (how == Shift::Zero) zeros += load<vw>(shift + i);
-    const vw whole = __builtin_convertvector(all, vw) - of_h * zeros;
-    vw total = load<vw>(lane + i);
-    total += unfused(whole * (load<vw>(scale + i) * by));
-    if (how == Shift::Minimum) total += unfused(of_h * (load<vw>(shift + i) * by));
+  for (int64_t i = 0; i < n; i += L) {
+    vi all = load<vi>(sums + i);
+    if (twice) all += load<vi>(twice + i);
+    vf zeros = splat(zero);
+    if (how == Shift::Zero) zeros += load<vf>(shift + i);
+    const vf whole = __builtin_convertvector(all, vf) - of_h * zeros;
+    vf total = load<vf>(lane + i);
+    total += unfused(whole * (load<vf>(scale + i) * by));
+    if (how == Shift::Minimum) total += unfused(of_h * (load<vf>(shift + i) * by));
     store(lane + i, total);
   }
 }
@@ -1080,27 +1179,21 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
     column_scales(f, record, u * c.unit / c.group, column, n, scale, shift);
     times_factor(as, n, scale);
   }
-  const v32 table = listed(as);
-  with_kind(as, [&](auto kind) {
+  with_kind_of_columns(as, [&](auto kind) {
     using K = decltype(kind);
-    const int64_t size_of_block = width / K::depth * kOutputs + 48;  // not in the same sets of the caches
+    constexpr int64_t depth = K::depth;
+    const int64_t size_of_block = width / depth * kOutputs + 48;  // not in the same sets of the caches
     // Whole lines of memory at once: rows lie so far apart that they would not stay for another pass.
     for (int64_t at = 0; at < n; at += kBlocks * kOutputs) {
       const int64_t blocks = least(kBlocks, (n - at) / kOutputs);
       const uint16_t *codes = record + c.codes * f.hidden + column + at, *highs = record + c.highs * f.hidden + column + at;
       for (int64_t row = 0; row < size; row += 4, codes += 4 * f.hidden) {
-        const int64_t high_row = as.highs ? row % high_size : 0;
-        const Place place(as.highs, as.highs ? row / high_size : 0);
-        for (int64_t k = 0; k < blocks; k++) {
-          for (int64_t i = 0; k % 2 == 0 && i < 4; i++) soon(codes + (kBlockAhead + i) * f.hidden + k * kOutputs);
-          v32 four[kTurned<K>][2];
-          turned<K>({codes + k * kOutputs, highs + high_row * f.hidden + k * kOutputs, f.hidden}, place, table, four);
-          for (int j = 0; j < kTurned<K>; j++) {
-            int32_t* mine = lanes + k * size_of_block + ((j % K::planes * size + row) / K::depth + j / K::planes) * kOutputs;
-            in_order(four[j]);
-            store(mine, four[j][0]), store(mine + 8, four[j][1]);
-          }
+        const int64_t high_row = as.highs ? row % high_size : 0, multiple = as.highs ? row / high_size : 0;
+        for (int64_t k = 0; k < blocks; k += 2) {
+          for (int64_t i = 0; i < 4; i++) soon(codes + (kBlockAhead + i) * f.hidden + k * kOutputs);
         }
+        const DownRows rows = {codes, highs + high_row * f.hidden, f.hidden};
+        turn_columns<K>(as, rows, multiple, blocks, size / depth * kOutputs, size_of_block, lanes + row / depth * kOutputs);
       }
       for (int64_t k = 0; k < blocks; k++) {
         const int64_t mine = at + k * kOutputs;
@@ -1118,7 +1211,10 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
 
 void integer_columns(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
                      int64_t tokens, float* const* y, float* scratch) {
-  const Integers as = integers_of(f.matrix[DOWN].kind);
+  Integers as = integers_of(f.matrix[DOWN].kind);
+#ifdef __AVX512VNNI__
+  as = without_signs(as);
+#endif
 #ifdef __AVX2__
   if (tokens >= kMany && is_block(f, as, n)) {
     return blocks_of_columns(f, record, as, column, n, h, tokens, y, scratch);

@@ -592,17 +592,20 @@ void supers_of(const Coding& c, const uint16_t* record, int64_t hidden, bool min
                float* out) {
   const uint8_t* bytes = (const uint8_t*)(record + (mins ? c.shifts : c.extra) * hidden) + at;
   const uint16_t* supers = record + (mins ? c.min_supers : c.supers) * hidden + at / c.super;
-  const vi both = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
-  for (int64_t i = 0; i < n; i += L) {
-    const __m128i some = _mm_loadu_si128((const __m128i*)(bytes + i));
-    const bool positive = c.scale == ScaleType::U8;
-    const vi numbers = (vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some));
-    uint32_t halves = supers[i / c.super];
-    if (c.super == 8) halves |= (uint32_t)supers[i / 8 + 1] << 16;
-    else halves |= halves << 16;
-    const __m128 own = _mm_cvtph_ps(_mm_cvtsi32_si128((int)halves));
-    const vf times = (vf)_mm512_permutexvar_ps((__m512i)both, _mm512_castps128_ps512(own));
-    store(out + i, __builtin_convertvector(numbers, vf) * (mins ? -times : times));
+  const vi halves = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1}, first = c.super == 8 ? halves : vi{};
+  const int step = (int)(L / c.super);
+  for (int64_t i = 0; i < n; supers += L) {
+    const int64_t end = least(n, i + L * c.super);
+    const __m256i some = _mm256_maskz_loadu_epi16((__mmask16)first_of((end - i) / c.super), supers);
+    vf own = (vf)_mm512_cvtph_ps(some);
+    if (mins) own = -own;
+    for (vi place = first; i < end; i += L, place += step) {
+      const __m128i raw = _mm_loadu_si128((const __m128i*)(bytes + i));
+      const bool positive = c.scale == ScaleType::U8;
+      const vi numbers = (vi)(positive ? _mm512_cvtepu8_epi32(raw) : _mm512_cvtepi8_epi32(raw));
+      const vf times = (vf)_mm512_permutexvar_ps((__m512i)place, (__m512)own);
+      store(out + i, __builtin_convertvector(numbers, vf) * times);
+    }
   }
 }
 #endif

@@ -1,0 +1,449 @@
+// Products of integers with AVX-512 and VNNI, where VPDPBUSD adds four products of bytes to 32 bits:
+// included by integers.h, whose functions of the same names do the same for AVX2.
+#pragma once
+
+namespace moejax {
+namespace {
+
+typedef __m512i v64;
+
+// What is known of codes when this is compiled.
+template <int bits_, bool listed_, bool highs_>
+struct WideKind {
+  static constexpr int bits = bits_, planes = 16 / bits_, fields = 8 / bits_;
+  static constexpr int depth = 4;
+  static constexpr bool listed = listed_, highs = highs_, wide = true;
+};
+
+// f(WideKind) of the ways there are.
+template <class F>
+INLINE void with_wide_kind(const Integers& as, F f) {
+  if (as.bits == 8) return f(WideKind<8, false, false>());
+  if (as.bits == 2) return f(WideKind<2, true, false>());
+  if (as.list) return f(WideKind<4, true, false>());
+  if (as.highs) return f(WideKind<4, false, true>());
+  f(WideKind<4, false, false>());
+}
+
+struct Raised {
+  uint8_t of[16];
+  constexpr Raised() : of() {
+    for (int i = 0; i < 16; i++) of[i] = (uint8_t)(kLevels[i] + 128);
+  }
+};
+constexpr Raised kRaised;
+
+// Signed bytes, which IQ4 has, as bytes without a sign: 128 more, as their zero is.
+INLINE Integers without_signs(Integers as) {
+  if (as.negative) as.list = kRaised.of, as.negative = false, as.zero = 128;
+  return as;
+}
+
+// How bytes become codes: a table of 16, and where the upper bits lie (Place).
+struct Reader {
+  v64 table, mask;
+  __m128i up, down;
+  INLINE Reader(const Integers& as, int64_t multiple) : table{} {
+    if (as.list) table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)as.list));
+    set(as, multiple);
+  }
+  INLINE void set(const Integers& as, int64_t multiple) {
+    up = _mm_cvtsi32_si128(4 - as.highs * (int)multiple), down = _mm_cvtsi32_si128(as.highs * (int)multiple);
+    mask = _mm512_set1_epi8((char)(((1 << as.highs) - 1) << 4));
+  }
+  template <class K>
+  INLINE void fields(v64 bytes, v64 highs, v64* out) const {
+    if constexpr (K::bits == 8) {
+      out[0] = bytes;
+      return;
+    }
+#pragma GCC unroll 4
+    for (int f = 0; f < K::fields; f++) {
+      const v64 placed = f ? _mm512_srli_epi16(bytes, K::bits * f) : bytes;
+      out[f] = _mm512_and_si512(placed, _mm512_set1_epi8((1 << K::bits) - 1));
+      if (K::listed) out[f] = _mm512_shuffle_epi8(table, out[f]);
+      if (!K::highs) continue;
+      const v64 upper = f ? _mm512_srl_epi16(highs, down) : _mm512_sll_epi16(highs, up);
+      out[f] = _mm512_ternarylogic_epi64(out[f], upper, mask, 0xf8);  // a | (b & c)
+    }
+  }
+};
+
+// Of each eight elements the lower bytes, then the upper ones.
+INLINE v64 lower_then_upper(v64 elements) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return _mm512_shuffle_epi8(elements, _mm512_broadcast_i32x4(order));
+}
+
+// ---- a few tokens: units' sums of a row
+
+// Numbers in the order in which a row's codes are multiplied: for each 32 elements and field, of each
+// eight the lower bytes' numbers, then the upper ones'.
+template <class K>
+void order_widely(const int8_t* q, int64_t n, int8_t* out) {
+  const int64_t size = n / K::planes;
+  for (int64_t at = 0; at < size; at += 32) {
+    for (int f = 0; f < K::fields; f++) {
+      const int8_t *lower = q + f * size + at, *upper = q + (f + K::fields) * size + at;
+      for (int i = 0; i < 32; i += 8, out += 16) memcpy(out, lower + i, 8), memcpy(out + 8, upper + i, 8);
+    }
+  }
+}
+
+// Sums of neighbours: lanes of 128 bits of two vectors have two lanes of a plane and two of another
+// one; then one of each, of the first vector and of the second.
+INLINE v64 add_pairs(v64 a, v64 b) {
+  const __m512 x = (__m512)a, y = (__m512)b;
+  return _mm512_add_epi32((v64)_mm512_shuffle_ps(x, y, 0x88), (v64)_mm512_shuffle_ps(x, y, 0xdd));
+}
+// Of lanes of 128 bits: the sums of the first vector's two pairs, then of the second one's.
+INLINE v64 add_quarters(v64 a, v64 b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+
+// To out[t · room + unit], of units of 32 or 16 elements of each plane, for T tokens. numbers: as
+// order_widely has them.
+template <class K, int unit, int T>
+void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* const* numbers, int64_t room, int32_t* out) {
+  constexpr int F = K::fields, S = unit / 4;  // steps of 32 elements that give eight units of each plane
+  const int64_t size = row.n / K::planes, units = size / unit;
+  const v64 order = unit == 32 ? _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+                               : _mm512_setr_epi32(0, 4, 2, 6, 8, 12, 10, 14, 1, 5, 3, 7, 9, 13, 11, 15);
+  Reader reader(as, 0);
+  int64_t high_at = 0, multiple = 0;
+  for (int64_t first = 0; first < size; first += 32 * S) {
+    const int64_t count = least(S, (size - first) / 32);
+    const auto step = [&](int i, v64 (&sums)[T][F]) {
+      const int64_t at = first + 32 * i;
+      if (i >= count) {
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+          for (int f = 0; f < F; f++) sums[t][f] = v64{};
+        }
+        return;
+      }
+      soon(row.next + at);
+      if (K::highs && at < row.high_size) soon(row.next_highs + at);
+      if (K::highs && high_at == row.high_size) high_at = 0, reader.set(as, ++multiple);
+      v64 codes[F];
+      const v64 highs = K::highs ? lower_then_upper(_mm512_loadu_si512(row.highs + high_at)) : v64{};
+      reader.fields<K>(lower_then_upper(_mm512_loadu_si512(row.codes + at)), highs, codes);
+      high_at += 32;
+#pragma GCC unroll 3
+      for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) {
+          sums[t][f] = _mm512_dpbusd_epi32(v64{}, codes[f], _mm512_loadu_si512(numbers[t] + at * K::planes + 64 * f));
+        }
+      }
+    };
+    v64 half[2][T][F];
+#pragma GCC unroll 2
+    for (int h = 0; h < S / 4; h++) {
+      v64 pair[2][T][F];
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; p++) {
+        v64 one[T][F], other[T][F];
+        step(4 * h + 2 * p, one), step(4 * h + 2 * p + 1, other);
+#pragma GCC unroll 3
+        for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+          for (int f = 0; f < F; f++) pair[p][t][f] = add_pairs(one[t][f], other[t][f]);
+        }
+      }
+#pragma GCC unroll 3
+      for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) half[h][t][f] = add_quarters(pair[0][t][f], pair[1][t][f]);
+      }
+    }
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+      for (int f = 0; f < F; f++) {
+        const v64 all = S == 8 ? add_quarters(half[0][t][f], half[S / 8][t][f]) : half[0][t][f];
+        const v64 sums = _mm512_permutexvar_epi32(order, all);
+        int32_t* mine = out + t * room + f * units + first / unit;
+        const __mmask8 some = (__mmask8)(count == S ? 0xff : (1 << 32 / unit * count) - 1);
+        _mm256_mask_storeu_epi32(mine, some, _mm512_castsi512_si256(sums));
+        _mm256_mask_storeu_epi32(mine + F * units, some, _mm512_extracti64x4_epi64(sums, 1));
+      }
+    }
+  }
+}
+
+// ---- down^T: bands of rows
+
+// Four rows of 32 elements: in lanes of 32 bits the lower bytes of a column and the upper ones.
+INLINE void four_rows(const uint16_t* rows, int64_t apart, __mmask32 columns, v64 (&out)[4]) {
+  v64 row[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi16(columns, rows + i * apart);
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; k++) {
+    const v64 a = k ? _mm512_unpackhi_epi8(row[0], row[1]) : _mm512_unpacklo_epi8(row[0], row[1]);
+    const v64 b = k ? _mm512_unpackhi_epi8(row[2], row[3]) : _mm512_unpacklo_epi8(row[2], row[3]);
+    out[2 * k] = _mm512_unpacklo_epi16(a, b), out[2 * k + 1] = _mm512_unpackhi_epi16(a, b);
+  }
+}
+
+// Four vectors in four_rows' order: of 16 columns and of the next ones, of the lower bytes' plane, then
+// of the upper ones'.
+INLINE void by_plane(const v64 (&v)[4], v64 (&out)[2][2]) {
+  const v64 first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+#pragma GCC unroll 2
+  for (int p = 0; p < 2; p++) {
+    const v64 a = (v64)(p ? _mm512_shuffle_ps((__m512)v[0], (__m512)v[1], 0xdd) : _mm512_shuffle_ps((__m512)v[0], (__m512)v[1], 0x88));
+    const v64 b = (v64)(p ? _mm512_shuffle_ps((__m512)v[2], (__m512)v[3], 0xdd) : _mm512_shuffle_ps((__m512)v[2], (__m512)v[3], 0x88));
+    out[p][0] = _mm512_permutex2var_epi64(a, first, b), out[p][1] = _mm512_permutex2var_epi64(a, second, b);
+  }
+}
+
+// Of any number of columns: rows of `out` have room for a multiple of 16.
+template <class K, int T>
+void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
+                    int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
+  constexpr int F = K::fields, P = K::planes;
+  alignas(64) int64_t factors[8][T][F][8];  // of each four rows
+  for (int64_t j = 0; j < step / 4; j++) {
+    for (int t = 0; t < T; t++) {
+      for (int f = 0; f < F; f++) {
+        const int8_t* q = h[t].q + f * size + row + 4 * j;
+        const uint64_t both = load<uint32_t>(q) | (uint64_t)load<uint32_t>(q + F * size) << 32;
+        _mm512_store_si512(factors[j][t][f], _mm512_set1_epi64((int64_t)both));
+      }
+    }
+  }
+  const Reader reader(as, multiple);
+  const int64_t lines = (n + 31) / 32;  // of a row
+  int64_t asked = 0, next = 0;
+  if (cold) ask_for_columns(rows, K::highs, step, 0, least(n, kNear));
+  for (int64_t at = 0; at < n; at += 32) {
+    if (cold) ask_for_columns(rows, K::highs, step, at + kNear, least(n, at + kNear + 32));
+    const __mmask32 columns = first_of(n - at);
+    v64 sums[T][F][4];
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+      for (int f = 0; f < F; f++) sums[t][f][0] = sums[t][f][1] = sums[t][f][2] = sums[t][f][3] = v64{};
+    }
+    for (int64_t j = 0; j < step / 4; j++) {
+      for (int i = 0; i < 4; i++, next += 32) {  // row by row, as band_sums of AVX2
+        if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
+        soon(rows.codes + ahead + next);
+        if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next);
+      }
+      v64 four[4], highs[4] = {};
+      four_rows(rows.codes + 4 * j * rows.apart + at, rows.apart, columns, four);
+      if (K::highs) four_rows(rows.highs + 4 * j * rows.apart + at, rows.apart, columns, highs);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        v64 codes[F];
+        reader.fields<K>(four[k], highs[k], codes);
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) {
+#pragma GCC unroll 3
+          for (int t = 0; t < T; t++) {
+            sums[t][f][k] = _mm512_dpbusd_epi32(sums[t][f][k], codes[f], _mm512_load_si512(factors[j][t][f]));
+          }
+        }
+      }
+    }
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+      for (int f = 0; f < F; f++) {
+        v64 found[2][2];
+        by_plane(sums[t][f], found);
+        for (int p = 0; p < 2; p++) {
+          int32_t* mine = out[t * P + f + p * F] + at;
+          _mm512_storeu_si512(mine, found[p][0]);
+          if (n - at > 16) _mm512_storeu_si512(mine + 16, found[p][1]);
+        }
+      }
+    }
+  }
+}
+
+// ---- many tokens: see IntegerBlock; lanes are of four numbers
+
+constexpr int64_t kTokensOfUnit = 8;
+
+// out[t · kOutputs · kUnitLanes + i] for up to kBlockTokens tokens.
+template <bool minimum>
+void multiply_wide_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+  static_assert(kOutputs == L);
+  constexpr int64_t all = kOutputs * kUnitLanes;
+  const bool sixteen = b.unit == 16;
+  const int32_t* q[kBlockTokens];
+  const float *x_scale[kBlockTokens], *x_sum[kBlockTokens];
+  for (int64_t t = 0; t < tokens; t++) {
+    const Quantized to(x[t], b.n);
+    q[t] = (const int32_t*)to.q, x_scale[t] = to.scale[sixteen], x_sum[t] = to.sum[sixteen];
+  }
+  memset(out, 0, tokens * all * sizeof *out);
+  for (int64_t u = 0; u < b.n / b.unit; u++) {
+    for (int part = 0; part < 2; part++) {
+      for (int64_t i = u * b.lines[part]; i < (u + 1) * b.lines[part]; i++) soon(b.next[part] + 32 * i);
+    }
+    const int64_t steps = b.unit / 4;
+    const int32_t* lanes = b.lanes + u * steps * kOutputs;
+    const vf scale = load<vf>(b.scale + u * b.apart);
+    vf shift = {}, zeros = as.zero - vf{};
+    if (as.shift != Shift::None) shift = load<vf>(b.shift + u * b.apart);
+    if (as.shift == Shift::Zero) zeros += shift;
+    const auto add = [&](int64_t t, auto count) {
+      constexpr int T = decltype(count)::value;
+      v64 sums[T];
+#pragma GCC unroll 8
+      for (int i = 0; i < T; i++) sums[i] = v64{};
+      for (int64_t d = 0; d < steps; d += 4) {
+#pragma GCC unroll 4
+        for (int e = 0; e < 4; e++) {
+          const v64 codes = _mm512_loadu_si512(lanes + (d + e) * kOutputs);
+#pragma GCC unroll 8
+          for (int i = 0; i < T; i++) {
+            sums[i] = _mm512_dpbusd_epi32(sums[i], codes, _mm512_set1_epi32(q[t + i][u * steps + d + e]));
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < T; i++) {
+        const float by = x_scale[t + i][u], of_x = x_sum[t + i][u];
+        float* lane = out + (t + i) * all + u % kUnitLanes * kOutputs;
+        vf total = load<vf>(lane);
+        const vf whole = __builtin_convertvector((vi)sums[i], vf) - of_x * zeros;
+        total += unfused(whole * (scale * by));
+        if (minimum) total += unfused(of_x * (shift * by));
+        store(lane, total);
+      }
+    };
+    int64_t t = 0;
+    for (; t + kTokensOfUnit <= tokens; t += kTokensOfUnit) add(t, Constant<int, kTokensOfUnit>());
+    for (; t + 4 <= tokens; t += 4) add(t, Constant<int, 4>());
+    for (; t < tokens; t++) add(t, Constant<int, 1>());
+  }
+  for (int64_t t = 0; t < tokens; t++, out += all) {
+    for (int64_t half = all / 2; half >= kOutputs; half /= 2) {
+      for (int64_t i = 0; i < half; i++) out[i] += out[i + half];
+    }
+  }
+}
+
+INLINE void multiply_wide_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens,
+                                float* out) {
+  if (as.shift == Shift::Minimum) multiply_wide_block<true>(as, b, x, tokens, out);
+  else multiply_wide_block<false>(as, b, x, tokens, out);
+}
+
+// Lane i of 16 vectors, in vector i.
+INLINE void turn(v64 (&v)[16]) {
+  v64 w[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]), w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // v[4 · i + k]: of rows 4 · i and on the lanes 4 · j + k.
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]), v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]), v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    w[k] = _mm512_shuffle_i32x4(v[k], v[4 + k], 0x88), w[4 + k] = _mm512_shuffle_i32x4(v[k], v[4 + k], 0xdd);
+    w[8 + k] = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0x88), w[12 + k] = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    v[k] = _mm512_shuffle_i32x4(w[k], w[8 + k], 0x88), v[8 + k] = _mm512_shuffle_i32x4(w[k], w[8 + k], 0xdd);
+    v[4 + k] = _mm512_shuffle_i32x4(w[4 + k], w[12 + k], 0x88), v[12 + k] = _mm512_shuffle_i32x4(w[4 + k], w[12 + k], 0xdd);
+  }
+}
+
+// kOutputs rows of codes as a block has them.
+template <class K>
+void turn_wide_codes(const Integers& as, const IntegerRow* rows, int32_t* out) {
+  const int64_t size = rows->n / K::planes;
+  Reader reader(as, 0);
+  int64_t high_at = 0, multiple = 0;
+  for (int64_t at = 0; at < size; at += 32, high_at += 32) {
+    if (K::highs && high_at == rows->high_size) high_at = 0, reader.set(as, ++multiple);
+    v64 codes[K::fields][kOutputs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kOutputs; r++) {
+      const v64 highs = K::highs ? lower_then_upper(_mm512_loadu_si512(rows[r].highs + high_at)) : v64{};
+      v64 fields[K::fields];
+      reader.fields<K>(lower_then_upper(_mm512_loadu_si512(rows[r].codes + at)), highs, fields);
+#pragma GCC unroll 4
+      for (int f = 0; f < K::fields; f++) codes[f][r] = fields[f];
+    }
+#pragma GCC unroll 4
+    for (int f = 0; f < K::fields; f++) {
+      turn(codes[f]);
+#pragma GCC unroll 16
+      for (int i = 0; i < kOutputs; i++) {
+        const int64_t plane = i % 4 < 2 ? f : f + K::fields;
+        _mm512_storeu_si512(out + ((plane * size + at) / 4 + i / 4 * 2 + i % 2) * kOutputs, codes[f][i]);
+      }
+    }
+  }
+}
+
+// Numbers of kOutputs rows of n, the last one for those behind `rows`, as a block has them.
+void turn_wide_scales(const float* numbers, int64_t n, int64_t rows, float* out) {
+  for (int64_t u = 0; u < n; u += 16) {  // n is a multiple of 8
+    v64 v[kOutputs];
+    const __mmask16 some = (__mmask16)(n - u < 16 ? 0xff : 0xffff);
+    for (int64_t j = 0; j < kOutputs; j++) v[j] = _mm512_maskz_loadu_epi32(some, numbers + least(j, rows - 1) * n + u);
+    turn(v);
+    for (int64_t j = 0; j < least(16, n - u); j++) _mm512_storeu_si512(out + (u + j) * kOutputs, v[j]);
+  }
+}
+
+// As turn_rows.
+template <class K>
+void turn_wide_rows(const Integers& as, const IntegerRow* all, const float* scale, const float* shift, int64_t apart,
+                    int64_t rows, int32_t* lanes, float* scales, float* shifts) {
+  turn_wide_codes<K>(as, all, lanes);
+  turn_wide_scales(scale, apart, rows, scales);
+  if (as.shift != Shift::None) turn_wide_scales(shift, apart, rows, shifts);
+}
+
+template <class F>
+INLINE void with_kind_of_columns(const Integers& as, F f) { with_wide_kind(as, f); }
+
+// Elements of four rows of down^T and of `blocks` · kOutputs columns, as blocks have them, which lie
+// `apart` lanes from each other; a plane has `size` of them.
+template <class K>
+void turn_columns(const Integers& as, const DownRows& rows, int64_t multiple, int64_t blocks, int64_t size, int64_t apart,
+                  int32_t* lanes) {
+  const Reader reader(as, multiple);
+  for (int64_t k = 0; k < blocks; k += 2) {
+    const __mmask32 columns = first_of((blocks - k) * kOutputs);
+    v64 four[4], highs[4] = {}, codes[K::fields][4];
+    four_rows(rows.codes + k * kOutputs, rows.apart, columns, four);
+    if (K::highs) four_rows(rows.highs + k * kOutputs, rows.apart, columns, highs);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      v64 fields[K::fields];
+      reader.fields<K>(four[i], highs[i], fields);
+#pragma GCC unroll 4
+      for (int f = 0; f < K::fields; f++) codes[f][i] = fields[f];
+    }
+#pragma GCC unroll 4
+    for (int f = 0; f < K::fields; f++) {
+      v64 found[2][2];
+      by_plane(codes[f], found);
+      for (int p = 0; p < 2; p++) {
+        int32_t* mine = lanes + k * apart + (f + p * K::fields) * size;
+        _mm512_storeu_si512(mine, found[p][0]);
+        if (k + 1 < blocks) _mm512_storeu_si512(mine + apart, found[p][1]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moejax
