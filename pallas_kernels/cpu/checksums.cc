@@ -7,8 +7,9 @@
 #include <cstring>
 
 #ifdef MOEJAX_X86
-#include <cpuid.h>
 #include <immintrin.h>
+
+#include "pallas_kernels/cpu/instruction_sets.h"
 #endif
 
 namespace moejax {
@@ -121,18 +122,6 @@ __attribute__((target("sse4.2,crc32"))) uint32_t crc_x86(uint32_t crc, const uin
   return crc;
 }
 
-bool has_sha() {
-  static const bool has = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && b >> 29 & 1;
-  }();
-  return has;
-}
-
-bool has_crc() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("sse4.2");
-}
 #endif
 
 }  // namespace
@@ -145,7 +134,7 @@ Checksum::Checksum(Check kind) : kind_(kind) {
 
 void Checksum::blocks(const uint8_t* p, int64_t n) {
 #ifdef MOEJAX_X86
-  if (has_sha()) return sha_blocks_x86(state_, p, n);
+  if (features().sha) return sha_blocks_x86(state_, p, n);
 #endif
   sha_blocks(state_, p, n);
 }
@@ -153,8 +142,7 @@ void Checksum::blocks(const uint8_t* p, int64_t n) {
 void Checksum::update(const uint8_t* p, int64_t n) {
   if (kind_ == Check::CRC32C) {
 #ifdef MOEJAX_X86
-    static const bool fast = has_crc();
-    crc_ = fast ? crc_x86(crc_, p, n) : crc_table(crc_, p, n);
+    crc_ = features().sse42 ? crc_x86(crc_, p, n) : crc_table(crc_, p, n);
 #else
     crc_ = crc_table(crc_, p, n);
 #endif

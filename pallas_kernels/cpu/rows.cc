@@ -9,6 +9,8 @@
 
 #ifdef MOEJAX_X86
 #include <immintrin.h>
+
+#include "pallas_kernels/cpu/instruction_sets.h"
 #endif
 
 #define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
@@ -219,7 +221,7 @@ void multiply(const float* x, int64_t rows, int64_t inner, const W* w, int64_t c
               const float* bias, int64_t form) {
 #ifdef MOEJAX_X86
   // Every processor with AVX2 has F16C, of which older clangs do not know.
-  if (__builtin_cpu_supports("avx2")) {
+  if (features().avx2) {
     return Avx2::multiply(x, rows, inner, w, columns, out, bias, form);
   }
 #endif
@@ -318,7 +320,7 @@ MOEJAX_EXPORT void moejax_nearest_maps(const float* x, int64_t rows, int64_t inn
                                        int64_t* place, float* score) {
   using namespace moejax;
 #ifdef MOEJAX_X86
-  if (__builtin_cpu_supports("avx2")) {
+  if (features().avx2) {
     return find_nearest<Avx2>(x, rows, inner, kept, count, products, squares, lengths, filled,
                               place, score);
   }

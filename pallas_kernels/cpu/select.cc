@@ -4,8 +4,10 @@
 #include <string>
 
 #include "kernels.h"
+#ifdef MOEJAX_X86
+#include "pallas_kernels/cpu/instruction_sets.h"
+#endif
 #if defined(MOEJAX_X86) && defined(__linux__)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -38,17 +40,11 @@ bool has_tiles() {
 const Kernels* kernels_named(const char* name) {
   if (!strcmp(name, "portable")) return &kernels_portable;
 #ifdef MOEJAX_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  if (!strcmp(name, "avx2") && avx2) return &kernels_avx2;
-  if (!strcmp(name, "avx512") && avx512) return &kernels_avx512;
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
-                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-  if (!strcmp(name, "avx512bf16") && bf16) return &kernels_avx512bf16;
-  if (!strcmp(name, "amx") && bf16 && has_tiles()) return &kernels_amx();
+  const Features& has = features();
+  if (!strcmp(name, "avx2") && has.avx2) return &kernels_avx2;
+  if (!strcmp(name, "avx512") && has.avx512) return &kernels_avx512;
+  if (!strcmp(name, "avx512bf16") && has.bf16) return &kernels_avx512bf16;
+  if (!strcmp(name, "amx") && has.bf16 && has_tiles()) return &kernels_amx();
 #endif
   return nullptr;
 }

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,23 @@ def test_the_environment_names_the_instruction_set():
     assert run("-c", code, MOEJAX_CPU_ISA="portable").stdout == "portable None\n"
     refused = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout
     assert refused.startswith("None MOEJAX_CPU_ISA is sse9; this machine runs portable")
+
+
+@NATIVE
+def test_this_machine_runs_what_linux_says_that_it_has():
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags, wanted = set(found[1].split()) if found else set(), ["portable"]
+    for isa, asked in (
+        ("avx2", "avx2 fma f16c"),
+        ("avx512", "avx512f avx512bw avx512dq avx512vl"),
+        ("avx512bf16", "avx512_bf16 avx512vbmi avx512_vnni"),
+    ):
+        if not flags.issuperset(asked.split()):
+            break
+        wanted.append(isa)
+    code = "from pallas_kernels.cpu.library import *; print(why_not_cpu())"
+    ran = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout.strip().split(" runs ")[1].split(", ")
+    assert [isa for isa in ran if isa != "amx"] == wanted
 
 
 @NATIVE
