@@ -1,6 +1,6 @@
 """Native attention over long contexts, beside the machine's rates.
 
-python -m scripts.bench attention [--tokens 4000 16000 32000] [--rounds 5]
+python -m scripts.bench attention [--tokens 4000 16000 32000] [--rounds 5] [--program decode]
 
 One sequence, four layers of 32 query and 4 KV heads of 128 in bfloat16, pages of 64 tokens. Decode
 is one query in every layer; its rate is the KV's bytes over the time, beside the memory's read
@@ -81,14 +81,18 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return lambda: decode(one, arena, table), lambda: prefill(many, arena, table)
 
 
-def measured(tokens: int, rounds: int, memory: float, matrix: float) -> Iterator[dict[str, Any]]:
-    """A line of COLUMNS for decode and one for prefill."""
+def measured(
+    tokens: int, rounds: int, memory: float, matrix: float, wanted: str | None
+) -> Iterator[dict[str, Any]]:
+    """A line of COLUMNS for decode and one for prefill, or for the one that is wanted."""
     size = min(CHUNK, tokens)
     nbytes = LAYERS * tokens * 2 * KV_HEADS * HEAD_DIM * 2
     seen = size * (tokens - size) + size * (size + 1) // 2
     operations = LAYERS * seen * HEADS * HEAD_DIM * 4
     work = ("decode", nbytes, memory, "GB/s"), ("prefill", operations, matrix, "GFLOP/s")
     for call, (name, amount, most, unit) in zip(programs(tokens), work, strict=True):
+        if wanted not in (None, name):
+            continue
         times = np.zeros((rounds + 1, 2))
         for mine in times:
             start = time.perf_counter(), time.process_time()
@@ -114,6 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4000, 16000, 32000])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--program", choices=["decode", "prefill"], help="this one alone")
     given = parser.parse_args(arguments)
     positive(given, "rounds")
     if reason := why_not_cpu():
@@ -123,6 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     print(
         f"{instruction_set()}, memory {memory / 1e9:.1f} GB/s, products {matrix / 1e9:.0f} GFLOP/s"
     )
-    lines = [line for n in given.tokens for line in measured(n, given.rounds, memory, matrix)]
+    rates = given.rounds, memory, matrix, given.program
+    lines = [line for n in given.tokens for line in measured(n, *rates)]
     print(*aligned(COLUMNS, lines), sep="\n")
     return 0
