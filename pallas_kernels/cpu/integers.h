@@ -809,7 +809,8 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     }
   };
 #ifdef __AVX512VNNI__
-  if (size % 32 == 0 && high_size % 32 == 0) {
+  // One token's rows of 8 bits come from memory faster by AVX2: 22 GB/s instead of 19 on a core of Zen 5.
+  if (size % 32 == 0 && high_size % 32 == 0 && (tokens > 1 || as.bits != 8)) {
     return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
       using K = decltype(kind);
       if (tokens >= kMany) return blocks_of_rows(as, kind);
