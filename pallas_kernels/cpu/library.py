@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,21 @@ def library() -> ctypes.CDLL:
     if reason := why_not_cpu():
         raise ValueError(reason)
     return ctypes.CDLL(str(HERE / LIBRARY))
+
+
+@functools.cache
+def bind(name: str, arguments: str) -> Callable[..., int] | None:
+    """A function of the library that returns an int64; None: the library cannot run here.
+
+    - `arguments`: a letter for each: "a", an address, or "s", an int64.
+    """
+    if why_not_cpu():
+        return None
+    function = getattr(library(), name)
+    letters = {"a": ctypes.c_void_p, "s": ctypes.c_int64}
+    function.argtypes = [letters[each] for each in arguments]
+    function.restype = ctypes.c_int64
+    return function
 
 
 def address_of(array: np.ndarray) -> int:

@@ -7,25 +7,29 @@
 
 #define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Shadows.follow of `places` shadows: a step's ids [rows, layers, top_k].
+// Shadows.follow of `places` shadows: a step's ids [rows, layers, top_k]. Returns 0, or 1 for ids that
+// name no expert, where nothing is changed.
 //
 // before: bool [places, layers, experts], of which `after` is a copy that changes, as held [places,
 //   layers], last_used and frequency [layers, experts] do. misses: [places].
 // weights: [2] of each eviction, large enough that a key has `bits` + 24 bits below it.
 // other, here: [places], bool [places, layers, experts], or null.
-MOEJAX_EXPORT void moejax_follow_shadows(const int16_t* ids, int64_t rows, int64_t top_k,
-                                         int64_t places, int64_t layers, int64_t experts,
-                                         const int64_t* weights, const int64_t* eviction,
-                                         const int64_t* cells, const int64_t* other,
-                                         const uint8_t* here, int64_t clock, int64_t ages,
-                                         const uint8_t* before, uint8_t* after, int64_t* held,
-                                         int64_t* last_used, int64_t* frequency,
-                                         int64_t* misses) {
+MOEJAX_EXPORT int64_t moejax_follow_shadows(const int16_t* ids, int64_t rows, int64_t top_k,
+                                            int64_t places, int64_t layers, int64_t experts,
+                                            const int64_t* weights, const int64_t* eviction,
+                                            const int64_t* cells, const int64_t* other,
+                                            const uint8_t* here, int64_t clock, int64_t ages,
+                                            const uint8_t* before, uint8_t* after, int64_t* held,
+                                            int64_t* last_used, int64_t* frequency,
+                                            int64_t* misses) {
   using namespace moejax;
   const int bits = 64 - __builtin_clzll(experts);
   const int64_t mask = (int64_t{1} << bits) - 1;  // of a key, the expert
   std::vector<uint8_t> active(experts);
   std::vector<int64_t> order(experts);
+  for (int64_t i = 0; i < rows * layers * top_k; i++) {
+    if (ids[i] < 0 || ids[i] >= experts) return 1;
+  }
   std::fill_n(misses, places, 0);
   for (int64_t l = 0; l < layers; l++) {
     std::fill(active.begin(), active.end(), 0);
@@ -63,4 +67,5 @@ MOEJAX_EXPORT void moejax_follow_shadows(const int16_t* ids, int64_t rows, int64
       if (active[e]) used[e] = clock, often[e]++;
     }
   }
+  return 0;
 }

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from pallas_kernels.cpu.library import address_of, library, why_not_cpu
-
-
-@functools.cache
-def _function() -> Any:
-    if why_not_cpu():
-        return None
-    size, address = ctypes.c_int64, ctypes.c_void_p
-    found = library().moejax_follow_shadows
-    letters = {"a": address, "s": size}
-    found.argtypes = [letters[each] for each in "asssssaaaaassaaaaaa"]
-    found.restype = None
-    return found
+from pallas_kernels.cpu.library import address_of, bind
 
 
 def follow_shadows(
@@ -33,24 +18,36 @@ def follow_shadows(
     ages: int,
     changed: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], np.ndarray] | None:
-    """Host_offload's Shadows.follow; None without the library.
+    """Shadows.follow of host_offload: each arm's cells take the experts that a step misses and give
+    up the first ones in its order of eviction. None without the library.
 
-    - `ids`: int[N, L, k].
-    - `known`: its weights, eviction and cells.
+    - `ids`: int[N, L, k], experts that the step routes to.
+    - `known`: the weights int64[K, 2] of each eviction, the arms' evictions int64[A] and cells
+      int64[A, L].
+    - `other`: int64[A], the place of an arm's other version; None: no arm has two.
+    - `filled_here`: bool[A, L, E], experts that a miss brings in; None: all.
     - `clock`, `ages`: after the step, and references after which a last use does not count.
-    - `changed`: its residents, how many they are, last_used and frequency. Returns them after the
-      step.
+    - `changed`: residents bool[A, L, E], how many they are int64[A, L], and of all experts the last
+      use and the frequency int64[L, E].
+
+    Returns `changed` after the step, and the misses int64[A] of each arm. Raises IndexError for ids
+    that name no expert, ValueError for those of other layers.
     """
-    function = _function()
+    function = bind("moejax_follow_shadows", "asssssaaaaassaaaaaa")
     if function is None:
         return None
     ids = np.ascontiguousarray(ids, np.int16)
     after = [array.copy() for array in changed]
-    misses = np.empty(len(after[0]), np.int64)
-    function(
-        *(address_of(ids), len(ids), ids.shape[2], *after[0].shape),
+    arms, layers, experts = after[0].shape
+    if ids.shape[1] != layers:
+        raise ValueError(f"ids of {ids.shape[1]} layers; there are {layers}")
+    misses = np.empty(arms, np.int64)
+    refused = function(
+        *(address_of(ids), len(ids), ids.shape[2], arms, layers, experts),
         *map(address_of, known),
         *(None if each is None else address_of(each) for each in (other, filled_here)),
         *(clock, ages, address_of(changed[0]), *map(address_of, after), address_of(misses)),
     )
+    if refused:
+        raise IndexError(f"an id is not of the {experts} experts")
     return after, misses

@@ -23,9 +23,9 @@ from host_offload.simulate.shadows import AGES, Shadows, active_of, cold_shadows
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from host_offload.traces.schema import TraceError
-from pallas_kernels.cpu.library import why_not_cpu
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.traces.traces_of import write_trace
+from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
 
@@ -277,13 +277,10 @@ def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp
     assert (beside > 0) == (chosen == "placement")
 
 
-@pytest.fixture(params=["native", "numpy"])
+@pytest.fixture(params=[pytest.param("native", marks=NATIVE), "numpy"])
 def follow(request) -> Callable[..., tuple[Shadows, np.ndarray]]:
     """Shadows.follow with the library and without it."""
-    if request.param == "numpy":
-        return Shadows.follow_by_numpy
-    assert not why_not_cpu()
-    return Shadows.follow
+    return Shadows.follow_by_numpy if request.param == "numpy" else Shadows.follow
 
 
 @pytest.mark.parametrize(
@@ -315,6 +312,35 @@ def test_shadows_choose_as_the_device(cells, rows, experts, clock, follow):
     fewer = shadows.regrant(np.full(LAYERS, cells - 2))
     assert (fewer.resident.sum(2) == cells - 2).all() and (fewer.resident <= held).all()
     assert (fewer.regrant(np.full(LAYERS, cells)).resident == fewer.resident).all()
+
+
+@NATIVE
+def test_the_library_keeps_the_shadows_that_numpy_keeps():
+    """Also after cells were taken and given, and after a time in which no last use counts."""
+    rng, every = np.random.default_rng(0), [EVICTION[arm] for arm in auto.EVICTIONS]
+    mine = its = cold_shadows(every, [12, 9], EXPERTS)
+    for cells, pause in (([12, 9], 0), ([5, 4], 0), ([5, 4], AGES + 1), ([8, 9], 0)):
+        mine, its = (
+            each.regrant(np.array(cells))._replace(clock=each.clock + pause) for each in (mine, its)
+        )
+        for _ in range(30):
+            ids = rng.integers(EXPERTS, size=(2, LAYERS, 3)).astype(np.int16)
+            mine, missed = mine.follow(ids)
+            its, wanted = its.follow_by_numpy(ids)
+            for one, another in zip((*mine, missed), (*its, wanted), strict=True):
+                np.testing.assert_array_equal(one, another, strict=True)
+
+
+@NATIVE
+def test_the_library_refuses_experts_and_layers_that_are_not_there():
+    shadows = cold_shadows([EVICTION["lru"]], [CELLS] * LAYERS, EXPERTS)
+    for expert in (-1, EXPERTS):
+        ids = routed(HOT, 0)
+        ids[-1, -1, -1] = expert
+        with pytest.raises(IndexError, match="an id is not of the 16 experts"):
+            shadows.follow(ids)
+    with pytest.raises(ValueError, match="ids of 1 layers; there are 2"):
+        shadows.follow(routed(HOT, 0)[:, :1])
 
 
 def test_the_shadows_of_two_versions_miss_what_the_device_misses(follow):
