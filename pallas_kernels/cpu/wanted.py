@@ -3,14 +3,12 @@ library."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels.cpu.library import address_of, library, why_not_cpu
+from pallas_kernels.cpu.library import address_of, bind
 
 
 class Queue(NamedTuple):
@@ -20,25 +18,6 @@ class Queue(NamedTuple):
     """int64[n, 3]: layer, expert, and version 0."""
     places: list[int]
     """layer · E + expert of each."""
-
-
-class _Functions(NamedTuple):
-    by_maps: Any
-    by_matrices: Any
-
-
-@functools.cache
-def _functions() -> _Functions | None:
-    if why_not_cpu():
-        return None
-    size, address = ctypes.c_int64, ctypes.c_void_p
-    found = _Functions(library().moejax_want_by_maps, library().moejax_want_by_matrices)
-    letters = {"a": address, "s": size}
-    found.by_maps.argtypes = [letters[each] for each in "assasssaaasssa"]
-    found.by_matrices.argtypes = [letters[each] for each in "aassssasaassasa"]
-    for function in found:
-        function.restype = size
-    return found
 
 
 def _queue(out: np.ndarray, count: int) -> Queue:
@@ -64,8 +43,8 @@ def want_by_maps(
       before `begun` get priors alone.
     - `priors`: int32[2 ** 11 + 1], of each probability.
     """
-    functions = _functions()
-    if functions is None:
+    function = bind("moejax_want_by_maps", "assasssaaasssa")
+    if function is None:
         return None
     layers, experts = wanted.shape
     out = np.empty(4 * wanted.size, np.int64)
@@ -75,9 +54,7 @@ def want_by_maps(
         given = address_of(likely), *likely.shape[:2], address_of(scores)
     table = None if priors is None else address_of(priors)
     tables = table, address_of(wanted), address_of(prior)
-    count = functions.by_maps(
-        *(*given, first, begun, top_k, *tables, layers, experts, now, address_of(out))
-    )
+    count = function(*(*given, first, begun, top_k, *tables, layers, experts, now, address_of(out)))
     return _queue(out, count)
 
 
@@ -99,8 +76,8 @@ def want_by_matrices(
     - `sequence`: int64[N], the place in `sequences` of each row's.
     - `used`: int64[n], which is changed.
     """
-    functions = _functions()
-    if functions is None:
+    function = bind("moejax_want_by_matrices", "aassssasaassasa")
+    if function is None:
         return None
     kept, layers, experts = collection.shape
     ids = np.ascontiguousarray(ids, np.int16)
@@ -108,7 +85,7 @@ def want_by_matrices(
     out = np.empty(4 * layers * experts, np.int64)
     known = address_of(collection), address_of(lengths), kept, layers, experts, now
     rows = address_of(ids), address_of(sequence), len(ids), ids.shape[-1]
-    count = functions.by_matrices(
+    count = function(
         *(*known, address_of(places), len(sequences), *rows, address_of(used), most),
         address_of(out),
     )
