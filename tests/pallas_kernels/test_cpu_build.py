@@ -1,8 +1,8 @@
 """The library of native CPU ops: how it is built, found, chosen and refused."""
 
 import importlib.metadata
+import itertools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,18 @@ from pallas_kernels import resolve_ops
 from pallas_kernels.cpu import build, library
 from pallas_kernels.linear import LinearOptions, api
 from tests.pallas_kernels.contract import NATIVE
+
+
+def sets_of_linux():
+    """The x86 instruction sets that Linux says this CPU has."""
+    said = set(Path("/proc/cpuinfo").read_text().split()) if sys.platform == "linux" else set()
+    asked = {
+        "avx2": "avx2 fma f16c",
+        "avx512": "avx512f avx512bw avx512dq avx512vl",
+        "avx512bf16": "avx512_bf16 avx512vbmi avx512_vnni",
+        "amx": "amx_tile amx_bf16",
+    }
+    return [*itertools.takewhile(lambda isa: said.issuperset(asked[isa].split()), asked)]
 
 
 def run(*command, **environment):
@@ -188,17 +200,9 @@ def test_the_environment_names_the_instruction_set():
 
 
 @NATIVE
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_this_machine_runs_what_linux_says_that_it_has():
-    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    flags, wanted = set(found[1].split()) if found else set(), ["portable"]
-    for isa, asked in (
-        ("avx2", "avx2 fma f16c"),
-        ("avx512", "avx512f avx512bw avx512dq avx512vl"),
-        ("avx512bf16", "avx512_bf16 avx512vbmi avx512_vnni"),
-    ):
-        if not flags.issuperset(asked.split()):
-            break
-        wanted.append(isa)
+    wanted = ["portable", *(isa for isa in sets_of_linux() if isa != "amx")]
     code = "from pallas_kernels.cpu.library import *; print(why_not_cpu())"
     ran = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout.strip().split(" runs ")[1].split(", ")
     assert [isa for isa in ran if isa != "amx"] == wanted
@@ -257,12 +261,8 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
         units[isa] = [*define, "-c", str(build.HERE / "kernels.cc")]
     if "-DMOEJAX_X86" in flags:
         units["amx"] = [*build.AMX, "-c", str(build.HERE / "amx.cc")]
-        known = Path("/proc/cpuinfo").read_text().split()
-        for isa in {*build.X86, "amx"}:  # what does not run here is only linked
-            if {"avx512": "avx512bw", "avx512bf16": "avx512_bf16", "amx": "amx_tile"}.get(
-                isa, isa
-            ) not in known:
-                units[isa] += ["-O0", "-fno-sanitize=all"]
+        for isa in {*build.X86, "amx"}.difference(sets_of_linux()):  # only linked
+            units[isa] += ["-O0", "-fno-sanitize=all"]
     compiled = {f"{name}.o": [*flags, *arguments] for name, arguments in reversed(units.items())}
     objects = map(str, build.compile_units(compiler, compiled, tmp_path))
     build._run([*compiler, f"-fsanitize={sanitizer}", "-pthread", *objects, "-o", str(program)])
@@ -275,10 +275,10 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_sanitizers_find_nothing_in_integer_products(repository, tmp_path):
-    """Of the widest vectors that run here and of portable code, which have the same bits."""
+    """Of every form that runs here: portable code, AVX2 and VNNI have the same bits."""
     compiler, said = build.find_compiler(), []
-    known = Path("/proc/cpuinfo").read_text().split() if sys.platform == "linux" else []
-    sets = build.PORTABLE | ({"avx2": build.X86["avx2"]} if "avx2" in known else {})
+    here, forms = sets_of_linux(), ("avx2", "avx512bf16")
+    sets = build.PORTABLE | {isa: build.X86[isa] for isa in forms if isa in here}
     flags = [*build.FLAGS, "-O1", "-g", "-fno-sanitize-recover=all", "-I", str(repository)]
     # Of "undefined" what matters to them: all of it took four times as long to compile.
     sanitizers = "address,bounds,shift,signed-integer-overflow"
