@@ -617,9 +617,8 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
   const Coding& c = f.matrix[matrix];
   const int64_t along = matrix == DOWN ? c.across : c.group;
   const int64_t length = (f.hidden + along - 1) / along, at = line * length + first;
-  const bool zeros = c.kind == Codes::Zero8 || c.kind == Codes::Zero4;  // zeros have no float16
 #ifdef __AVX2__
-  const bool bytes = !zeros && (c.scale == ScaleType::U8 || c.scale == ScaleType::I8);
+  const bool bytes = c.scale == ScaleType::U8 || c.scale == ScaleType::I8;
   const bool whole = bytes && c.super % 8 == 0 && matrix != DOWN && c.super && length % c.super == 0;
 #endif
 #if defined(__AVX512BF16__) && MOEJAX_LANES == 16
@@ -652,8 +651,9 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
     for (int64_t i = 0; i < n; i++) scale[i] = c.whole == Whole::Times ? scale[i] * one : scale[i] / one;
   }
   if (!has_shifts(c.kind)) return;
+  const bool zeros = c.kind == Codes::Zero8 || c.kind == Codes::Zero4;
   numbers_of(zeros ? ScaleType::U8 : c.scale, record + c.shifts * f.hidden, at, n, shift);
-  if (zeros || !c.super) return;
+  if (!c.super) return;
   times_supers(f, record, matrix, c.min_supers, line, length, first, n, -1, shift);
 }
 

@@ -343,7 +343,8 @@ Format format(Codes kind, int64_t hidden, int64_t width, Type type, bool others 
     c.group = group(&c == f.matrix + DOWN ? width : hidden), c.across = 1;
     if (!foreign) continue;
     c.group = 16 * pick(1, 9), c.across = pick(0, 1) ? 1 : pick(2, 40);
-    c.scale = static_cast<ScaleType>(pick(0, 6)), c.product = static_cast<Rounding>(pick(0, 2));
+    // With zeros, scales have no other number beside them (records/encoding.py).
+    c.scale = static_cast<ScaleType>(pick(0, has_zeros(c.kind) ? 3 : 6)), c.product = static_cast<Rounding>(pick(0, 2));
     if (c.scale == ScaleType::U8 || c.scale == ScaleType::I8) c.super = pick(1, 9), c.across = 1;
     if (c.scale == ScaleType::E4M3) c.whole = static_cast<Whole>(pick(0, 2));
   }
