@@ -217,9 +217,8 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
   float sums[T * kGroup * L];
   const int64_t depth = T == 1 ? n : kDepth;  // one token's operands always stay
   constexpr int64_t soon = R == 1 ? 2 : R;  // rows until one that is asked for is read
-  const auto row_at = [=](int64_t i) {
-    return i < rows ? w[i] : i < kAhead ? w[rows - 1] : next[i - kAhead];
-  };
+  static_assert(soon <= kAhead);
+  const auto row_at = [=](int64_t i) { return i < rows ? w[i] : next[i - rows]; };
   for (int64_t first = 0; first < rows; first += kGroup) {
     const int64_t last = least(first + kGroup, rows);
     for (int64_t from = 0; from == 0 || from < n; from += depth) {

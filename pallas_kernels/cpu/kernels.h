@@ -58,7 +58,7 @@ struct Format {
 static inline Type kind_of(Type type) { return type == Type::BF16 ? Type::BF16 : Type::F32; }
 
 constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at most
-constexpr int64_t kAhead = 8;    // rows after which memory's row may be fetched, as `next` of dots
+constexpr int64_t kAhead = 4;    // rows behind those of a call that are fetched, as `next` of dots
 constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
 constexpr int64_t kManyAdded = 64;  // rows of one call of `add_of_many`, at most
 constexpr int64_t kAddedTokens = 128;  // tokens of one call of `add_of_many`, at most
@@ -178,7 +178,8 @@ struct Kernels {
   // padded(n) floats, all written.
   void (*pack)(Type type, const void* x, int64_t n, float* out);
   // y[t · stride + r] = Σ_k x[t][k] · w[r][k] for tokens ≤ kTokens, any rows; x as packed.
-  // next: rows to fetch towards the cache meanwhile, as many, or null.
+  // next: the kAhead rows behind them, to fetch towards the cache meanwhile, or null. A matrix that
+  // ends has its last row there instead.
   void (*dots)(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
                int64_t n, float* y, int64_t stride, const void* const* next);
   // The same for any number of tokens: weights are put in order once for many of them. Only kernels

@@ -131,11 +131,12 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
     return;
   }
   Buffer<char> scratch(decoded ? rows * hidden * size : 0);
-  const void *w[kMostRows], *next[kMostRows];
+  const void *w[kMostRows], *next[kAhead];
+  for (int64_t i = 0; i < kAhead; i++) {
+    next[i] = row_of(*e.format, e.record, matrix, std::min(first + rows + i, work.call.width - 1));
+  }
   for (int64_t r = 0; r < rows; r++) {
     w[r] = row_of(*e.format, e.record, matrix, first + r);
-    const int64_t ahead = std::min(first + r + kAhead, work.call.width - 1);
-    next[r] = row_of(*e.format, e.record, matrix, ahead);
     if (w[r]) continue;
     char* place = scratch.get() + r * hidden * size;
     work.k.decode(*e.format, e.record, matrix, first + r, 0, hidden, nullptr, place);

@@ -45,12 +45,13 @@ void outputs_of(const Kernels& k, const Product& p, const float* x, int64_t widt
 void block(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
            int64_t last) {
   const int64_t rows = last - first;
-  const void *w[kMostRows], *next[kMostRows];
+  const void *w[kMostRows], *next[kAhead];
   Buffer<float> wide(p.type == Type::F16 ? rows * p.inputs : 0);
   for (int64_t r = 0; r < rows; r++) {
     w[r] = row_at(k, p, (first + r) * p.inputs, p.inputs, wide.get() + r * p.inputs);
-    // What the call after this one reads; the last rows of the matrix name themselves again.
-    next[r] = at(p.w, std::min(first + r + kAhead, p.outputs - 1) * p.inputs, p.type);
+  }
+  for (int64_t i = 0; i < kAhead; i++) {
+    next[i] = at(p.w, std::min(last + i, p.outputs - 1) * p.inputs, p.type);
   }
   outputs_of(k, p, x, width, first, rows, [&](const float* const* operands, int64_t tokens, float* y) {
     k.dots_of_many(kind_of(p.type), w, rows, operands, tokens, p.inputs, y, kMostRows,
