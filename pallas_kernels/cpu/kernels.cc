@@ -237,9 +237,9 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
   }
 }
 
-// Rows at once, for 1 to kTokens tokens: sums in flight fill the registers, 16, or 32 with AVX-512;
-// but each row is a stream of memory, and few are read faster than many: of one token, a core of a
-// Zen 5 reads 26 GB/s in eight rows side by side, 33 in two and 37 in one.
+// Rows at once, for 1 to kTokens tokens: so few that sums stay in the registers, 16 of 8 lanes. Of 16
+// lanes there is room for more rows, but each is a stream of memory, and few are read faster than
+// many: of one token, a core of a Zen 5 reads 26 GB/s in eight rows side by side, 33 in two and 37 in one.
 #if MOEJAX_LANES == 16
 constexpr int kTile[kTokens] = {2, 2, 4, 4};
 #else
@@ -303,9 +303,9 @@ INLINE void add_block(Pairs pair_at, int64_t first, int64_t last, const float* c
   }
 }
 
-// Rows are read in groups, which of few tokens are the next rows of four streams (expert_ffn's down has
-// its rows in four quarters): no others are fetched ahead better by the processor itself. With more
-// tokens their sums take longer than it looks ahead, so the next group is asked for.
+// K rows are read side by side. expert_ffn's down has its rows in four quarters, so four of them are
+// the next rows of four streams, which the processor itself fetches ahead. With more than two tokens
+// sums take longer than it looks ahead, so the next K rows are asked for.
 template <Type kind, int T>
 void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n, float* const* total) {
   constexpr int C = T == 1 ? 4 : T == 2 || L == 16 ? 2 : 1;
