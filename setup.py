@@ -34,6 +34,8 @@ class TaggedWheel(bdist_wheel):
 
     def get_tag(self):
         if not _built:
+            if self.plat_name_supplied:
+                sys.exit("--plat-name asks for a wheel with the CPU ops, which were not compiled")
             return super().get_tag()
         self.root_is_pure = False
         platform = super().get_tag()[2]

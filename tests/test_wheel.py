@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -16,23 +17,38 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(repository, tmp_path_factory) -> zipfile.ZipFile:
-    """Without a compiler; .ci/run's own wheel has the library."""
-    # A copy, since setuptools puts whatever an older build left in build/ into the wheel.
+def source(repository, tmp_path_factory) -> Path:
+    """A copy, since setuptools puts whatever an older build left in build/ into the wheel."""
     source = tmp_path_factory.mktemp("source")
     for package in (*PACKAGES, "tests", "scripts"):
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(repository / package, source / package, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", "dist", "."]
+    return source
+
+
+def build(source: Path, *options: str) -> tuple[int, str]:
+    """Without a compiler. Returns the exit status and what was said."""
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", "dist", *options, "."]
     environment = os.environ | {"CXX": "no-such-compiler"}
     result = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
-    said = result.stdout + result.stderr
-    assert result.returncode == 0, said
+    return result.returncode, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(source) -> zipfile.ZipFile:
+    """.ci/run's own wheel has the library."""
+    status, said = build(source)
+    assert status == 0, said
     assert "the CPU ops are left out, XLA runs instead" in said
     (wheel,) = (source / "dist").glob("moejax-*-py3-none-any.whl")  # for every platform
     return zipfile.ZipFile(wheel)
+
+
+def test_a_wheel_of_a_named_platform_is_refused_without_the_library(source):
+    status, said = build(source, "-C--build-option=--plat-name=manylinux_2_28_aarch64")
+    assert status == 1 and "a wheel with the CPU ops, which were not compiled" in said
 
 
 def test_the_wheel_has_what_it_needs_and_nothing_else(repository, wheel):
