@@ -9,6 +9,7 @@ from moejax.errors import UserError, shown
 from moejax.models.gguf_header import read_gguf
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 MOST_ADDED = 1 << 16
@@ -60,12 +61,12 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     }
     if isinstance(template := given.get("chat_template"), str):
         options["chat_template"] = template
-    # llama.cpp begins with bos where a sentencepiece vocabulary does not say otherwise.
-    spm = given["ggml.model"] == "llama"
-    options["add_bos_token"] = given.get("ggml.add_bos_token", spm)
-    options["add_eos_token"] = given.get("ggml.add_eos_token", False)
+    for end in ("bos", "eos"):
+        options[f"add_{end}_token"] = _is_added(end, given)
     try:
         backend, _ = convert_gguf_tokenizer(header.metadata["general.architecture"], table)
+        if given["ggml.model"] == "llama":
+            _set_spaces(backend, given.get("ggml.add_space_prefix", True))
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -74,6 +75,31 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast
         raise UserError(
             f"{where}: its tokenizer cannot be made ({first_line}); give one with --tokenizer"
         ) from error
+
+
+def _is_added(end: str, given: dict[str, Any]) -> bool:
+    """Whether every text begins with bos, or ends with eos. llama.cpp begins with bos where a
+    sentencepiece vocabulary does not say otherwise."""
+    return given.get(f"ggml.add_{end}_token", end == "bos" and given["ggml.model"] == "llama")
+
+
+def _set_spaces(backend: Tokenizer, prefix: bool) -> None:
+    """Makes a sentencepiece tokenizer treat spaces as sentencepiece and llama.cpp do.
+
+    transformers' converter ignores add_space_prefix, and drops a space at the beginning of a text.
+
+    - `prefix`: a text begins with a space that is not written, at its start and behind a special
+      token.
+    """
+    from tokenizers import decoders, normalizers
+
+    before = [normalizers.Prepend("▁")] if prefix else []
+    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
 
 
 def _check(given: dict[str, Any], where: str) -> None:
@@ -100,8 +126,14 @@ def _check(given: dict[str, Any], where: str) -> None:
         number = given.get(f"ggml.{key}", 0)
         if not isinstance(number, int) or not 0 <= number < len(tokens):
             raise refuse(f"ggml.{key}", f"is {shown(number)} of {len(tokens)} tokens")
+    for key in ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix"):
+        if not isinstance(value := given.get(key, False), bool):
+            raise refuse(key, f"is {shown(value)}, neither true nor false")
     model, pre = given.get("ggml.model"), given.get("ggml.pre", "default")
     if model not in ("gpt2", "llama"):
         raise refuse("ggml.model", f"is {shown(model)}, which is not supported")
+    for end in ("bos", "eos"):
+        if _is_added(end, given) and f"ggml.{end}_token_id" not in given:
+            raise refuse(f"ggml.{end}_token_id", f"is missing, and texts have {end}")
     if model == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2):
         raise refuse("ggml.pre", f"is {shown(pre)}, a way to split words that is not known here")
