@@ -15,7 +15,13 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.reference import split_weights
-from tests.moejax.checkpoints.test_quantized import bytes_back, load_torch, set_value
+from tests.moejax.checkpoints.test_quantized import (
+    codes_back,
+    load_torch,
+    numbers_back,
+    pack_bytes,
+    set_value,
+)
 from tests.moejax.transformers_models import logprobs, random_model
 
 pytestmark = pytest.mark.torch
@@ -104,7 +110,11 @@ def test_records_mean_what_transformers_says_and_give_the_bytes_back(published, 
         for matrix, rows in (("gate", np.s_[::2]), ("up", np.s_[1::2]), ("down", np.s_[:])):
             name = prefix + ("down_proj" if matrix == "down" else "gate_up_proj")
             kept = [tensors[f"{name}_{part}"][expert][rows] for part in ("blocks", "scales")]
-            assert bytes_back(record, fmt, matrix) == tuple(t.numpy().tobytes() for t in kept)
+            codes = pack_bytes(codes_back(record, fmt, matrix), 4)
+            for found, values in zip(
+                (codes, numbers_back(record, fmt, matrix)["scales"]), kept, strict=True
+            ):
+                assert found.tobytes() == values.numpy().tobytes()
     loaded.store.delete()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from host_offload.policies.precision.precision_names import CHECKPOINT
-from host_offload.versions.quantized import QuantizedMatrix
+from host_offload.versions.quantized import QuantizedMatrix, numbers_dtype
 from moejax import LLM, SamplingParams
 from moejax.checkpoints import shared_memory
 from moejax.checkpoints.conversion import convert
@@ -21,7 +21,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.own import read_expert
 from moejax.errors import UserError
 from pallas_kernels.records import decode
-from pallas_kernels.records.format import SCALE_BYTES, encoding_of
+from pallas_kernels.records.format import encoding_of
 from tests.moejax.gguf_models import gguf_model
 from tests.moejax.quantized_models import FORMATS, pack_words, quantized_model
 from tests.moejax.transformers_models import logprobs, random_model
@@ -30,11 +30,14 @@ pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
 PROMPTS = [[5, 6, 7, 30], list(range(20, 90))]
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False}
-FAMILIES = {"fp8-16x32-f32": ("Qwen3Moe", "DeepseekV3", "Mixtral", "Qwen3Next", "Qwen3_5Moe")}
-RUN = [*[*FORMATS][:9], "awq:int4-32-f16-zero", "gptq:int4-16-f16"]
-CASES = [(v, family) for v in RUN for family in FAMILIES.get(v, ("Qwen3Moe",))]
-IN_CI = [CASES[0], *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", *RUN[-2:]))]
+FAMILIES = ("Qwen3Moe", "DeepseekV3", "Mixtral")
+FP8, AWQ, GPTQ = "fp8-16x32-f32", "awq:int4-32-f16-zero", "gptq:int4-16-f16"
+CASES = [(version, family) for version in FORMATS for family in FAMILIES]
+CASES += [(FP8, "Qwen3Next"), (FP8, "Qwen3_5Moe")]
+IN_CI = [CASES[0], *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", AWQ, GPTQ))]
 """The first one in the quick suite too; what a record of each format means is tested below."""
+WHOLE_GROUPS = {"DeepseekV3": {"q_lora_rank": 32, "v_head_dim": 16}}
+"""Widths that groups divide, without which nobody writes them: FP8's blocks may be cut off."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,8 @@ def at_rest(path, ops):
 )
 def test_tokens_and_logits_are_those_of_the_dequantized_model(version, family, directory):
     path = directory / f"{version}-{family}"
-    model = quantized_model(path, version, family)
+    config = {} if version == FP8 else WHOLE_GROUPS.get(family, {})
+    model = quantized_model(path, version, family, **config)
     stats, found = run(path)
     assert stats["precision"]["versions"] == [version.partition(":")[2] or version]
     for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
@@ -82,20 +86,41 @@ OPTIONS = {
     "queue": {"transfers": "queue", "prefetch": "random", "expert_budget": "50%"},
     "native stream": {"driver": "stream"},
     "placement": {"driver": "host", "placement": "greedy", "expert_budget": "30%"},
+    "eviction": {"eviction": "lfu", "expert_budget": "30%"},
 }
+ZERO, NVFP4, MXFP4 = "int4-16-bf16-zero", "fp4-16-e4m3divf32", "fp4-32-e8m0"
+ONE_OF_EACH = (FP8, "int4-16-bf16", ZERO, "int8-32-bf16", AWQ, GPTQ, NVFP4, MXFP4)
+
+
+@functools.cache
+def written(directory, version, layers=2):
+    path = directory / f"{version}-{layers}"
+    quantized_model(path, version, num_hidden_layers=layers)
+    return path
 
 
 @pytest.fixture(scope="module")
 def fp8(directory):
-    path = directory / "fp8"
-    quantized_model(path, "fp8-16x32-f32", num_hidden_layers=4)
-    return path
+    return written(directory, FP8, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_no_budget_or_driver_changes_a_bit(options, fp8):
-    assert run(fp8, **options)[1] == at_rest(fp8, options.get("ops", "auto"))
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        pytest.param(
+            version,
+            options,
+            id=f"{version}-{name}",
+            marks=[pytest.mark.nightly] * (version != FP8 and name != "eviction"),
+        )
+        for version in ONE_OF_EACH
+        for name, options in OPTIONS.items()
+    ],
+)
+def test_no_budget_driver_or_policy_changes_a_bit(version, options, directory):
+    path = written(directory, version, 4)
+    assert run(path, **options)[1] == at_rest(path, options.get("ops", "auto"))
 
 
 @pytest.mark.slow
@@ -241,11 +266,9 @@ def load_torch(path):
 def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dtype, directory):
     import torch
 
-    path = directory / f"{version}-records"
-    if not path.exists():
-        quantized_model(path, version)
+    path = written(directory, version)
     loaded = load_checkpoint(path, dtype, versions=(CHECKPOINT,))
-    version = version.partition(":")[2] or version
+    table, version = FORMATS[version][0], version.partition(":")[2] or version
     assert [*loaded.store.arrays] == [version]
     fmt, records = loaded.store.layouts[version], np.asarray(loaded.store.arrays[version])
     dense = path.with_name(f"{path.name}-dense")
@@ -255,47 +278,142 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
         record, number = records[layer, expert], MATRICES.index(matrix)
         rows = slice(number * fmt.width, (number + 1) * fmt.width)
         decoded = torch.from_numpy(np.asarray(decode(record, fmt)[rows]).astype(np.float32))
-        decoded = decoded.T if matrix == "down" else decoded
+        decoded = (decoded.T if matrix == "down" else decoded).contiguous()
         wanted = whole["weight"].to(getattr(torch, dtype)).float()
-        assert torch.equal(decoded.view(torch.int32), wanted.contiguous().view(torch.int32)) or (
-            torch.equal(decoded, wanted)
-        )
-        if "qweight" in stored:
-            for name, found in words_back(record, fmt, matrix, "g_idx" in stored).items():
-                assert torch.equal(found, stored[name]), name
-            continue
-        codes, scales = bytes_back(record, fmt, matrix)
-        kept = next(stored[name] for name in ("weight", "weight_packed") if name in stored)
-        assert codes == kept.contiguous().view(torch.uint8).numpy().tobytes()
-        scale = stored.get("weight_scale", stored.get("weight_scale_inv"))
-        assert scales == scale.view(torch.uint8).numpy().tobytes()
+        assert torch.equal(decoded.view(torch.int32), wanted.contiguous().view(torch.int32))
+        stored.pop("input_scale", None)  # of activations
+        found = tensors_back(record, fmt, matrix, table, [*stored])
+        for name, values in stored.items():
+            values = values.reshape(values.shape or (1,)).contiguous()
+            assert found[name].tobytes() == values.view(torch.uint8).numpy().tobytes(), name
     loaded.store.delete()
 
 
-def words_back(record, fmt, matrix, gptq):
-    """The tensors of AWQ or GPTQ that a matrix was read from, of GPTQ without zeros."""
+def library_weights(table, stored):
+    """float32[out, in]: what transformers and compressed_tensors dequantize a matrix to, but of
+    GPTQ, for which neither has code that runs without a GPU."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert import (
+        AutoAWQConverter,
+        FP8BlockDequantizer,
+        ModelOptNvfp4Converter,
+    )
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    method, named = table["quant_method"], {f"m.{name}": t for name, t in stored.items()}
+    if method == "fp8":
+        found = FP8BlockDequantizer(
+            weight_block_size=table["weight_block_size"], dtype=torch.float32
+        ).process(named)["m.weight"]
+        other = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
+        assert torch.equal(found, other)
+        return found
+    format_, weights = table.get("format"), table.get("config_groups")
+    weights = weights["group_0"]["weights"] if weights else None
+    if method == "awq":
+        format_ = "pack-quantized"
+        weights = {"num_bits": 4, "symmetric": False, "strategy": "group"}
+        weights["group_size"] = table["group_size"]
+        named = AutoAWQConverter.from_autoawq_config(table).process(named)
+    elif method == "modelopt":
+        format_ = "nvfp4-pack-quantized"
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        named = ModelOptNvfp4Converter().process(named)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry(format_)
+    stored = {name.removeprefix("m."): tensor for name, tensor in named.items()}
+    return compressor.decompress(stored, scheme)["weight"].float()
+
+
+@pytest.mark.parametrize("version", [v for v in FORMATS if not v.startswith("gptq")])
+def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp_path):
+    """A scale of 0 too, with which all of them make 0, or −0 of a negative code."""
     import torch
 
-    def turned(values):
-        return torch.from_numpy(np.array(values.T, order="C"))
+    table = FORMATS[version][0]
+    least = 2 if version == MXFP4 else 0  # below 2⁻¹²⁵ there are products that XLA takes for 0
 
-    numbers, order = numbers_back(record, fmt, matrix), (0, 2, 4, 6, 1, 3, 5, 7)
-    codes, found = turned(codes_back(record, fmt, matrix)), {"scales": turned(numbers["scales"])}
-    if gptq:
-        return found | {"qweight": pack_words(codes.long().T, fmt.bits).T}
-    packed = {"qweight": codes, "qzeros": turned(numbers["zeros"])}
-    return found | {name: pack_words(each.long(), 4, order) for name, each in packed.items()}
+    def edit(tensors):
+        for name, tensor in tensors.items():
+            if UP in name and name.endswith((".weight_scale", ".scales", "_scale_inv")):
+                tensor.view(torch.uint8).view(-1)[: tensor.element_size()] = least
+            elif name.endswith("weight_scale_2"):  # which compressed_tensors divides by the inverse
+                tensor.copy_(2.0 ** torch.floor(torch.log2(tensor)))
+
+    path = changed(written(directory, version), tmp_path / "model", edit)
+    loaded = load_checkpoint(path, "float32", versions=(CHECKPOINT,))
+    ((_, records),) = loaded.store.arrays.items()
+    (fmt,) = loaded.store.layouts.values()
+    for layer, expert, matrix, stored in experts_of(path):
+        rows = slice((n := MATRICES.index(matrix)) * fmt.width, (n + 1) * fmt.width)
+        decoded = np.asarray(decode(np.asarray(records[layer, expert]), fmt)[rows])
+        found = np.ascontiguousarray(decoded.T if matrix == "down" else decoded)
+        wanted = library_weights(table, stored).contiguous().numpy()
+        np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    loaded.store.delete()
+
+
+def tensors_back(record, fmt, matrix, table, names):
+    """Name → the tensor that a matrix was read from, for all its names.
+
+    - `table`: the checkpoint's quantization_config.
+    """
+    method = table["quant_method"]
+    codes, numbers = codes_back(record, fmt, matrix), numbers_back(record, fmt, matrix)
+    scales, zeros = numbers["scales"], numbers.get("zeros")
+    if method in ("awq", "gptq"):
+        return words_back(codes, scales, zeros, fmt, table)
+    found = {name: scales for name in names if name in ("weight_scale", "weight_scale_inv")}
+    found |= {name: numbers["global"] for name in names if "global" in name or name[-2:] == "_2"}
+    found["weight_shape"] = np.array(codes.shape, np.int64)
+    if zeros is not None and table["format"] == "pack-quantized":
+        zeros = pack_bytes(zeros.T, fmt.bits).view(np.int32).T
+    elif zeros is not None:
+        zeros = zeros ^ 0x80
+    codes = pack_bytes(codes, fmt.bits) ^ (0x80 if table.get("format") == "int-quantized" else 0)
+    return found | {"weight": codes, "weight_packed": codes, "weight_zero_point": zeros}
+
+
+def pack_bytes(codes, bits):
+    """uint8: codes along the last axis, two of 4 bits in one byte."""
+    codes = np.ascontiguousarray(codes)
+    return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def words_back(codes, scales, zeros, fmt, table):
+    """The tensors of AWQ or GPTQ that a matrix was read from."""
+    import torch
+
+    width, bits = codes.shape[1], fmt.bits
+    zeros = np.full(scales.shape, fmt.encoding.zero, np.uint8) if zeros is None else zeros
+    codes, zeros = (torch.from_numpy(np.array(each.T, np.int64)) for each in (codes, zeros))
+    found = {"scales": np.ascontiguousarray(scales.T)}
+    if table["quant_method"] == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        packed = {"qweight": pack_words(codes, 4, order), "qzeros": pack_words(zeros, 4, order)}
+        return found | {name: words.numpy() for name, words in packed.items()}
+    found["qweight"] = pack_words(codes.T, bits).T.contiguous().numpy()
+    found["qzeros"] = pack_words(zeros, bits).numpy().view(np.uint32)
+    if table.get("checkpoint_format") != "gptq_v2":
+        found["qzeros"] -= np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    return found | {"g_idx": (np.arange(width) // (width // scales.shape[1])).astype(np.int32)}
 
 
 def numbers_back(record, fmt, matrix):
-    """The scales of a matrix, and its zeros if it has some, [out, groups]."""
+    """The scales of a matrix, its zeros if it has some, [out, groups], and what multiplies or
+    divides all scales."""
     found = {}
     for field in fmt.encoding.fields[1:]:
         first, count = fmt.parts[f"{matrix}_{field}"]
-        shape, dtype = fmt.scale_shape(matrix), np.dtype(fmt.encoding.dtype_of(field))
+        if field == "global":
+            found[field] = record[first : first + count].reshape(-1).view(np.float32)[:1]
+            continue
+        shape, dtype = fmt.scale_shape(matrix), numbers_dtype(fmt.encoding.dtype_of(field))
         values = record[first : first + count].reshape(-1).view(dtype)
         values = values[: shape[0] * shape[1]].reshape(shape)
-        found[field] = values.T if matrix == "down" else values
+        found[field] = np.ascontiguousarray(values.T if matrix == "down" else values)
     return found
 
 
@@ -308,20 +426,6 @@ def codes_back(record, fmt, matrix):
     codes = [(packed >> (fmt.bits * j)) & ((1 << fmt.bits) - 1) for j in range(planes)]
     codes = np.concatenate(codes, 0 if down else 1)[: fmt.width].astype(np.uint8)
     return np.ascontiguousarray(codes.T if down else codes)
-
-
-def bytes_back(record, fmt, matrix):
-    """The bytes of a matrix's codes and scales as its file has them."""
-    codes, down = codes_back(record, fmt, matrix), matrix == "down"
-    if fmt.bits == 4:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    elif fmt.version.startswith("int8-channel"):
-        codes = codes ^ 0x80
-    first, count = fmt.parts[f"{matrix}_scales"]
-    shape, size = fmt.scale_shape(matrix), SCALE_BYTES[fmt.encoding.scale]
-    scales = record[first : first + count].reshape(-1).view(np.uint8)
-    scales = scales[: shape[0] * shape[1] * size].reshape(*shape, size)
-    return codes.tobytes(), (scales.swapaxes(0, 1) if down else scales).tobytes()
 
 
 def changed(path, to, edit, config=None):
@@ -378,6 +482,8 @@ def flat(name):
 
 Q = "model.layers.0.self_attn.q_proj"
 WHOLE, ZEROS = f"{UP}.weight_global_scale", f"{UP}.weight_zero_point"
+OTHER_WHOLE, NO_NUMBERS = f"{UP}.weight_scale_2", f"matrix {UP}.weight has scales that are NaN or"
+INF = float("inf")
 HOSTILE = {
     "NaN code": ("fp8", set_bits, (f"{UP}.weight", 5, 0x7F), f"matrix {UP}.weight .*1 codes .*NaN"),
     "NaN code beside experts": ("fp8", set_bits, (f"{Q}.weight", 5, 0xFF), f"matrix {Q}.weight"),
@@ -403,29 +509,45 @@ HOSTILE = {
     "order": ("gptq", set_value, (f"{UP}.g_idx", 0, 1), f"matrix {UP}.*desc_act.*not supported"),
     "zeros": ("gptq", set_value, (f"{UP}.qzeros", 0, 5), f"matrix {UP}.*zero points, .*symmetric"),
     "reserved scale": ("fp4", set_value, (f"{UP}.weight_scale", 0, 255), f"{UP}.* scales .*NaN"),
+    "NaN in modelopt's e4m3": ("modelopt", set_bits, (f"{UP}.weight_scale", 3, 0xFF), NO_NUMBERS),
+    "whole of infinity": ("modelopt", set_value, (OTHER_WHOLE, 0, INF), f"matrix {UP}.* all .*inf"),
+    "whole of 0 in modelopt": (
+        "modelopt",
+        set_value,
+        (OTHER_WHOLE, 0, 0),
+        f"matrix {UP}.* all .*0",
+    ),
 }
+for number, source in enumerate(("int4", "int8", "int8 channel", "zero", "awq", "gptq")):
+    name = f"{UP}.scales" if source in ("awq", "gptq") else f"{UP}.weight_scale"
+    HOSTILE |= {
+        f"{value} in {source}": (source, set_value, (name, number, float(value)), NO_NUMBERS)
+        for value in ("nan", "inf", "-inf")
+    }
 SOURCES = {
-    "fp8": "fp8-16x32-f32",
+    "fp8": FP8,
     "int4": "int4-16-bf16",
-    "fp4": "fp4-32-e8m0",
-    "nvfp4": "fp4-16-e4m3divf32",
-    "zero": "int4-16-bf16-zero",
-    "gptq": "gptq:int4-16-f16",
+    "int8": "int8-32-bf16",
+    "int8 channel": "int8-channel-bf16",
+    "fp4": MXFP4,
+    "nvfp4": NVFP4,
+    "zero": ZERO,
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "modelopt": "modelopt:fp4-16-e4m3xf32",
 }
 
 
 @pytest.fixture(scope="module")
 def sources(directory):
-    found = {name: directory / f"{version}-source" for name, version in SOURCES.items()}
-    for name, path in found.items():
-        quantized_model(path, SOURCES[name])
-    return found
+    """A function from a name in SOURCES to its checkpoint."""
+    return lambda name: written(directory, SOURCES[name])
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp_path):
     source, edit, arguments, message = HOSTILE[case]
-    path = changed(sources[source], tmp_path / "model", edit(*arguments))
+    path = changed(sources(source), tmp_path / "model", edit(*arguments))
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, versions=(CHECKPOINT,))
 
@@ -445,7 +567,7 @@ def test_blocks_larger_than_the_matrix_take_no_memory():
 
 
 def test_scales_beyond_float16_are_refused_in_such_a_run(sources, tmp_path):
-    path = changed(sources["fp8"], tmp_path / "model", set_value(SCALE, 0, 200.0))
+    path = changed(sources("fp8"), tmp_path / "model", set_value(SCALE, 0, 200.0))
     with pytest.raises(UserError, match=f"matrix {UP}.*float16 cannot hold.*bfloat16"):
         load_checkpoint(path, "float16", versions=(CHECKPOINT,))
     load_checkpoint(path, versions=(CHECKPOINT,)).store.delete()
@@ -467,7 +589,7 @@ def dequantized(path, chosen):
 
 @pytest.mark.nightly
 def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_path):
-    source, version = sources["fp8"], SOURCES["fp8"]
+    source, version = sources("fp8"), SOURCES["fp8"]
     wanted = at_rest(source, "xla")
     for number, part in enumerate(("layers.0.mlp.experts.", "layers.0.mlp.experts.2.")):
         path = changed(source, tmp_path / str(number), dequantized(source, part))
@@ -479,7 +601,7 @@ def test_a_layer_may_be_dense_and_one_with_some_dense_experts_is(sources, tmp_pa
 
 @pytest.mark.slow
 def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
-    source = sources["fp8"]
+    source = sources("fp8")
     path = changed(source, tmp_path / "model", dequantized(source, ".mlp.experts."))
     stats, found = run(path)
     assert stats["precision"]["versions"] == ["dense"]
@@ -490,7 +612,7 @@ def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
 
 @pytest.mark.slow
 def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
-    path, version = sources["fp8"], SOURCES["fp8"]
+    path, version = sources("fp8"), SOURCES["fp8"]
     for precision, said in (
         (None, f"as the checkpoint has them, {version}, "),
         ("dense", "are deq"),
