@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import shutil
 import tracemalloc
@@ -19,6 +20,7 @@ from moejax.checkpoints import shared_memory
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.own import read_expert
+from moejax.checkpoints.shards import INDEX, SINGLE
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
@@ -550,6 +552,56 @@ def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp
     path = changed(sources(source), tmp_path / "model", edit(*arguments))
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, versions=(CHECKPOINT,))
+
+
+def in_shards(path, to, shards=5):
+    """Copies a checkpoint so that tensors, those of one matrix too, lie in any of its files.
+    Returns name → file."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(path, to)
+    tensors = load_torch(to / SINGLE)
+    (to / SINGLE).unlink()
+    names = sorted(tensors)
+    random.Random(0).shuffle(names)
+    files = {name: f"part-{number % shards}.safetensors" for number, name in enumerate(names)}
+    for file in {*files.values()}:
+        save_file({name: tensors[name] for name in names if files[name] == file}, to / file)
+    (to / INDEX).write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+@pytest.mark.parametrize("source", ["zero", "nvfp4", "gptq"])
+def test_tensors_of_a_matrix_may_lie_in_several_files(source, sources, tmp_path):
+    files = in_shards(sources(source), tmp_path / "model")
+    assert len({file for name, file in files.items() if f"{UP}." in name}) > 1
+    one, several = (
+        load_checkpoint(path, versions=(CHECKPOINT,))
+        for path in (sources(source), tmp_path / "model")
+    )
+    for found, wanted in zip(
+        *(jax.tree.leaves((m.params, m.store.arrays)) for m in (several, one)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    for loaded in (one, several):
+        loaded.store.delete()
+
+
+@pytest.mark.slow
+def test_loading_takes_one_copy_and_less_than_a_shard(directory, tmp_path):
+    path = directory / "many"
+    quantized_model(path, ZERO, num_experts=24, moe_intermediate_size=1024)
+    in_shards(path, tmp_path / "model", shards=3)
+    shard = max(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    tracemalloc.start()
+    try:
+        loaded = load_checkpoint(tmp_path / "model", versions=(CHECKPOINT,))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    held = sum(array.nbytes for array in jax.tree.leaves((loaded.params, loaded.store.arrays)))
+    assert held < peak < held + shard
+    loaded.store.delete()
 
 
 def test_blocks_larger_than_the_matrix_take_no_memory():
