@@ -231,15 +231,25 @@ def _floats(raw: np.ndarray, part: tuple[GgufHeader, str]) -> np.ndarray:
     """float32[rows, width] of bytes.
 
     - `raw`: uint8[rows, bytes of a row].
+
+    Raises UserError that names the tensor, for blocks that mean NaN or infinity.
     """
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     header, name = part
+    type_ = header.tensors[name].type
     try:
-        return dequantize(raw, GGMLQuantizationType[header.tensors[name].type])
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = dequantize(raw, GGMLQuantizationType[type_])
     except NotImplementedError as error:
         raise UserError(f"{header.path}: tensor {name}: {error}") from None
+    if type_ in FLOATS:  # those of any checkpoint: counted where they are put
+        return found
+    reserved = type_ == "MXFP4" and (raw[:, :: _block(type_)[1]] == 255).any()  # NaN in e8m0
+    if reserved or not np.isfinite(found).all():
+        raise UserError(f"{header.path}: tensor {name} has scales that are NaN or infinite")
+    return found
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:

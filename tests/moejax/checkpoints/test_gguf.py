@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.fingerprint import fingerprint
-from moejax.checkpoints.gguf_tensors import unpacked
+from moejax.checkpoints.gguf_tensors import GgufFile, Source, unpacked
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.shards import Header
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_config import FORMATS
@@ -249,6 +251,121 @@ def test_k_quants_whose_scales_or_minimums_are_not_finite_are_refused(offset, tm
     assert fingerprint(path) != whole
     with pytest.raises(UserError, match=r"blk.1.ffn_up_exps.weight, expert 1 has scales .*infin"):
         load_checkpoint(path, versions=(CHECKPOINT,))
+
+
+NAN, INFINITY, LESS = (np.float16(each).tobytes() for each in ("nan", "inf", "-inf"))
+PLACES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+    "MXFP4": (0,),
+}
+"""Type → where in its blocks the float16 numbers are, or MXFP4's byte."""
+
+
+@pytest.mark.parametrize(("type_", "place"), [(t, p) for t in FORMATS for p in PLACES[t]])
+def test_scales_that_are_not_finite_are_refused_however_they_are_read(type_, place, tmp_path):
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_]]
+    blocks = np.random.default_rng(0).integers(256, size=(2, 8, 512 // weights, nbytes), dtype="u1")
+    for each in PLACES[type_]:
+        if type_ == "MXFP4":
+            blocks[..., each] %= 200
+        else:
+            blocks[..., each : each + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    name, path = "blk.0.ffn_up_exps.weight", tmp_path / "model.gguf"
+    fmt, dtype = RecordFormat(FORMATS[type_], 512, 8, "float32"), np.dtype(np.float32)
+
+    def reads(index, native):
+        writer = GGUFWriter(path, "qwen3moe")
+        data = blocks.reshape(2, 8, -1)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[type_])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (header,) = read_gguf(path)
+        source = Source(((header, name),), index)
+        file = GgufFile(header, {"x": Header("float32", (8, 512))}, {"x": source})
+        parts = {
+            field: np.zeros((1, fmt.parts[f"up_{field}"][1], fmt.hidden), np.uint16)
+            for field in fmt.encodings["up"].fields
+        }
+        with file.open() as reader:
+            reader = dataclasses.replace(reader, native=native and reader.native)
+            yield lambda: reader.matrix("x", dtype)
+            yield lambda: reader.put("x", dtype, "up", parts)
+            yield lambda: reader.rows("x")(0, np.empty((8, 512), np.float32))
+
+    good = blocks.copy()
+    for bad in (b"\xff",) if type_ == "MXFP4" else (NAN, INFINITY, LESS):
+        blocks[:] = good
+        blocks[1, 3, -1, place : place + len(bad)] = np.frombuffer(bad, np.uint8)
+        for native in True, False:
+            for read in reads(0, native):
+                read()
+            for read in reads(1, native):
+                with pytest.raises(
+                    UserError, match=rf"model\.gguf: tensor {name}.* has scales that are NaN or inf"
+                ):
+                    read()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "family"),
+    [("output", "Qwen3Moe"), ("blk.1.attn_output", "Qwen3Moe"), ("blk.0.attn_k", "Mixtral")],
+)
+def test_other_matrices_that_are_not_finite_are_refused_by_name(tensor, family, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, family)
+    with path.open("r+b") as file:
+        file.seek(read_gguf(path)[0].tensors[f"{tensor}.weight"].begin + 34)
+        file.write(NAN)
+    for dtype in "float32", "bfloat16", "float16":
+        for coded in False, True:
+            with pytest.raises(
+                UserError, match=rf"tensor {tensor}\.weight has scales that are NaN"
+            ):
+                load_checkpoint(path, dtype, coded=coded)
+
+
+def reshaped(path, name, shape):
+    """Writes another shape of a tensor into the header of a file."""
+    data, place = path.read_bytes(), text(name.encode())
+    begin = data.index(place) + len(place)
+    (axes,) = struct.unpack_from("<I", data, begin)
+    assert axes == len(shape)
+    sizes = struct.pack(f"<{axes}Q", *shape[::-1])
+    path.write_bytes(data[: begin + 4] + sizes + data[begin + 4 + len(sizes) :])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("blk.1.ffn_up_exps.weight", (6, 64, 32), (6, 32, 64)),
+        ("blk.1.ffn_up_exps.weight", (3, 64, 64), (6, 32, 64)),
+        ("blk.0.attn_q.weight", (32, 128), (64, 64)),
+        ("blk.0.attn_norm.weight", (32,), (64,)),
+    ],
+)
+def test_a_shape_other_than_the_metadatas_is_refused_by_name(name, shape, wanted, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path)
+    reshaped(path, name, shape)
+    message = re.escape(
+        f"{name} has shape {[*shape]}, but the file's metadata asks for {[*wanted]}"
+    )
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(path)
+
+
+def test_metadata_of_another_width_is_refused_by_tensor(tmp_path):
+    def edit(writer):
+        writer.kv_data[0].pop("qwen3moe.expert_feed_forward_length")
+        writer.add_expert_feed_forward_length(64)
+
+    gguf_model(tmp_path / "model.gguf", edit=edit)
+    with pytest.raises(UserError, match=r"ffn_\w+_exps\.weight has shape .*metadata asks for .*64"):
+        load_checkpoint(tmp_path / "model.gguf")
 
 
 def text(value: bytes) -> bytes:
