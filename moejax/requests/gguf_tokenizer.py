@@ -18,8 +18,15 @@ MOST_ADDED = 1 << 16
 _CONTROL, _USER = 3, 4
 """Types of tokens that are never split."""
 
-_GPT2 = ("gpt-2", "olmo", "phi-2", "mpt", "dots1")
+_GPT2 = ("gpt-2", "olmo", "phi-2", "mpt")
 """Names of pre-tokenizers that split as GPT-2's, the converter's default."""
+
+_WHOLE_WORDS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+)
+"""Names of pre-tokenizers with which llama.cpp takes a word that is a token without merging its
+parts, and begins with bos by default."""
 
 _NAMES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id"}
 _NAMES["pad"] = "padding_token_id"
@@ -67,6 +74,8 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast
         backend, _ = convert_gguf_tokenizer(header.metadata["general.architecture"], table)
         if given["ggml.model"] == "llama":
             _set_spaces(backend, given.get("ggml.add_space_prefix", True))
+        elif given.get("ggml.pre") in _WHOLE_WORDS:
+            backend.model.ignore_merges = True
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -78,9 +87,10 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast
 
 
 def _is_added(end: str, given: dict[str, Any]) -> bool:
-    """Whether every text begins with bos, or ends with eos. llama.cpp begins with bos where a
-    sentencepiece vocabulary does not say otherwise."""
-    return given.get(f"ggml.add_{end}_token", end == "bos" and given["ggml.model"] == "llama")
+    """Whether every text begins with bos, or ends with eos; llama.cpp's default where a file does
+    not say."""
+    begins = given["ggml.model"] == "llama" or given.get("ggml.pre") in _WHOLE_WORDS
+    return given.get(f"ggml.add_{end}_token", end == "bos" and begins)
 
 
 def _set_spaces(backend: Tokenizer, prefix: bool) -> None:

@@ -145,6 +145,24 @@ def test_tokens_are_added_around_a_text_as_the_file_says(bos, eos, tmp_path):
     assert found.encode("a model", add_special_tokens=False) == plain
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+def test_llama_3s_vocabularies_take_whole_words_and_begin_with_bos(pre, tmp_path):
+    def edit(writer):
+        byte_level(writer)
+        tokens = writer.kv_data[0].pop("tokenizer.ggml.tokens").value
+        writer.kv_data[0].pop("tokenizer.ggml.token_type")
+        writer.kv_data[0].pop("tokenizer.ggml.pre")
+        writer.add_token_list([*tokens, "zqzq"])  # which no merges make
+        writer.add_tokenizer_pre(pre)
+        writer.add_bos_token_id(3)
+
+    found = load_tokenizer(write(tmp_path / "m.gguf", edit)).encode("zqzq 1")
+    z, q = (load_tokenizer(DEMO).encode(letter)[0] for letter in "zq")
+    rest = load_tokenizer(DEMO).encode(" 1")
+    # llama.cpp's own ids (llama-cpp-python 0.3.36)
+    assert found == ([3, 4096] if pre == "llama-bpe" else [z, q, z, q]) + rest
+
+
 def test_a_file_without_tokens_has_no_tokenizer(tmp_path):
     assert load_tokenizer(write(tmp_path / "m.gguf", lambda writer: None)) is None
 
