@@ -23,9 +23,24 @@ def quantize_fp8(weight: Any) -> tuple[Tensors, Any]:
     blocks = padded.reshape(padded.shape[0] // 32, 32, padded.shape[1] // 16, 16)
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
-    codes = codes.to(torch.float8_e4m3fn)
-    each = scales.repeat_interleave(32, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
-    return {"weight": codes.contiguous(), "weight_scale_inv": scales}, codes.float() * each
+    codes = codes.to(torch.float8_e4m3fn).contiguous()
+    return {"weight": codes, "weight_scale_inv": scales}, dequantize_fp8(codes, scales, [32, 16])
+
+
+def dequantize_fp8(codes: Any, scales: Any, block: list[int]) -> Any:
+    """float32: what compressed_tensors and, where blocks are whole, transformers make of codes with
+    a scale for each block [out, in]."""
+    import torch
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    tensors = {"m.weight": codes, "m.weight_scale_inv": scales}
+    dequantizer = FP8BlockDequantizer(weight_block_size=block, dtype=torch.float32)
+    found = dequantizer.process(tensors)["m.weight"]
+    if not any(length % size for length, size in zip(codes.shape, block, strict=True)):
+        other = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        assert torch.equal(found, other)
+    return found
 
 
 def _compressed(format_: str, **weights: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:

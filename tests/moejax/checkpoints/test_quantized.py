@@ -25,7 +25,7 @@ from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
 from tests.moejax.gguf_models import gguf_model
-from tests.moejax.quantized_models import FORMATS, pack_words, quantized_model
+from tests.moejax.quantized_models import FORMATS, dequantize_fp8, pack_words, quantized_model
 from tests.moejax.transformers_models import logprobs, random_model
 
 pytestmark = pytest.mark.torch
@@ -292,26 +292,17 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
 
 
 def library_weights(table, stored):
-    """float32[out, in]: what transformers and compressed_tensors dequantize a matrix to, but of
-    GPTQ, for which neither has code that runs without a GPU."""
-    import torch
+    """float32[out, in]: what transformers or compressed_tensors dequantize a matrix to."""
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.entrypoints.convert import (
-        AutoAWQConverter,
-        FP8BlockDequantizer,
-        ModelOptNvfp4Converter,
-    )
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter, ModelOptNvfp4Converter
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     method, named = table["quant_method"], {f"m.{name}": t for name, t in stored.items()}
     if method == "fp8":
-        found = FP8BlockDequantizer(
-            weight_block_size=table["weight_block_size"], dtype=torch.float32
-        ).process(named)["m.weight"]
-        other = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
-        assert torch.equal(found, other)
-        return found
+        codes, scales = stored["weight"], stored["weight_scale_inv"]
+        return dequantize_fp8(codes, scales, table["weight_block_size"])
+    if method == "gptq":
+        return gptq_weights(table, **stored)
     format_, weights = table.get("format"), table.get("config_groups")
     weights = weights["group_0"]["weights"] if weights else None
     if method == "awq":
@@ -329,7 +320,21 @@ def library_weights(table, stored):
     return compressor.decompress(stored, scheme)["weight"].float()
 
 
-@pytest.mark.parametrize("version", [v for v in FORMATS if not v.startswith("gptq")])
+def gptq_weights(table, qweight, qzeros, scales, g_idx):
+    """As GPTQModel does it, which is not installed: BaseQuantLinear.dequantize_weight, after
+    convert_gptq_v1_to_v2_format_module."""
+    import torch
+
+    bits = table["bits"]
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    if table.get("checkpoint_format") != "gptq_v2":
+        qzeros = qzeros + (0x11111111 if bits == 4 else 0x01010101)
+    zeros = (qzeros[:, :, None] >> shifts & 2**bits - 1).reshape(scales.shape)
+    codes = (qweight[:, None, :] >> shifts[:, None] & 2**bits - 1).reshape(len(g_idx), -1)
+    return (scales[g_idx] * (codes - zeros[g_idx])).T.float()
+
+
+@pytest.mark.parametrize("version", FORMATS)
 def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp_path):
     """A scale of 0 too, with which all of them make 0, or −0 of a negative code."""
     import torch
@@ -354,6 +359,18 @@ def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp
         found = np.ascontiguousarray(decoded.T if matrix == "down" else decoded)
         wanted = library_weights(table, stored).contiguous().numpy()
         np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    loaded.store.delete()
+
+
+def test_the_least_scales_of_e8m0_make_0_or_next_to_it(directory, tmp_path):
+    """2⁻¹²⁷, as blocks of zeros have it, is no normal float32, and XLA may take it for 0."""
+    path = changed(
+        written(directory, MXFP4), tmp_path / "model", set_bits(f"{UP}.weight_scale", 0, 0)
+    )
+    loaded = load_checkpoint(path, "float32", versions=(CHECKPOINT,))
+    fmt = loaded.store.layouts[MXFP4]
+    found = np.asarray(decode(np.asarray(loaded.store.arrays[MXFP4])[1, 2], fmt))[fmt.width]
+    assert (np.abs(found[:32]) <= 6 * 2.0**-127).all() and (np.abs(found[32:]) > 1e-6).any()
     loaded.store.delete()
 
 
@@ -702,23 +719,21 @@ def _fp8_in_powers(weight):
     scales = (2 ** torch.ceil(torch.log2(blocks.abs().amax((1, 3)) / 448))).to(torch.float8_e8m0fnu)
     each = scales.float().repeat_interleave(32, 0)[: len(weight)].repeat_interleave(8, 1)
     codes = (weight / each).to(torch.float8_e4m3fn)
-    return codes, scales, codes.float() * each
+    return codes, scales, dequantize_fp8(codes, scales, [32, 8])
 
 
 def _fp4(weight):
     """The same of its experts: two codes in a byte, a scale for each 32 of a row."""
     import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     groups = weight.reshape(len(weight), -1, 32)
     scales = (2 ** torch.ceil(torch.log2(groups.abs().amax(2) / 6))).to(torch.float8_e8m0fnu)
     each = scales.float().repeat_interleave(32, 1)
     codes = ((weight / each)[..., None] - values).abs().argmin(-1).to(torch.uint8)
-    return (
-        (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8),
-        scales,
-        values[codes.long()] * each,
-    )
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return packed, scales, Fp8Dequantize(None)._dequantize_one(packed, scales, torch.float32)
 
 
 def test_deepseek_v4_in_fp8_and_fp4(tmp_path):
