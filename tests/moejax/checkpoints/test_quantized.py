@@ -336,16 +336,20 @@ def gptq_weights(table, qweight, qzeros, scales, g_idx):
 
 @pytest.mark.parametrize("version", FORMATS)
 def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp_path):
-    """A scale of 0 too, with which all of them make 0, or −0 of a negative code."""
+    """A scale of 0 too, with which all of them make 0, or −0 of a negative code, and any zeros:
+    GPTQ's, less 1, may borrow from their neighbours in a word."""
     import torch
 
-    table = FORMATS[version][0]
+    table, random_bytes = FORMATS[version][0], np.random.default_rng(0)
     least = 2 if version == MXFP4 else 0  # below 2⁻¹²⁵ there are products that XLA takes for 0
 
     def edit(tensors):
         for name, tensor in tensors.items():
             if UP in name and name.endswith((".weight_scale", ".scales", "_scale_inv")):
                 tensor.view(torch.uint8).view(-1)[: tensor.element_size()] = least
+            elif UP in name and "zero" in name and version.endswith("zero"):
+                found = tensor.view(torch.uint8)
+                found.copy_(torch.from_numpy(random_bytes.integers(0, 256, found.shape, np.uint8)))
             elif name.endswith("weight_scale_2"):  # which compressed_tensors divides by the inverse
                 tensor.copy_(2.0 ** torch.floor(torch.log2(tensor)))
 
