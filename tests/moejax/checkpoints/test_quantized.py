@@ -48,14 +48,14 @@ def directory(tmp_path_factory):
 
 
 def run(path, **options):
-    with LLM(path, dtype="float32", **LIMITS, **options) as llm:
+    with LLM(path, **{"dtype": "float32", **LIMITS, **options}) as llm:
         outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
         return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
 
 
 @functools.cache
-def at_rest(path, ops):
-    return run(path, ops=ops)[1]
+def at_rest(path, ops, dtype="float32"):
+    return run(path, ops=ops, dtype=dtype)[1]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ OPTIONS = {
     "native stream": {"driver": "stream"},
     "placement": {"driver": "host", "placement": "greedy", "expert_budget": "30%"},
     "eviction": {"eviction": "lfu", "expert_budget": "30%"},
+    "bfloat16": {"dtype": "bfloat16", "eviction": "lfru", "expert_budget": "30%"},
 }
 ZERO, NVFP4, MXFP4 = "int4-16-bf16-zero", "fp4-16-e4m3divf32", "fp4-32-e8m0"
 ONE_OF_EACH = (FP8, "int4-16-bf16", ZERO, "int8-32-bf16", AWQ, GPTQ, NVFP4, MXFP4)
@@ -114,15 +115,18 @@ def fp8(directory):
             version,
             options,
             id=f"{version}-{name}",
-            marks=[pytest.mark.nightly] * (version != FP8 and name != "eviction"),
+            marks=[pytest.mark.nightly]
+            * (version != FP8 and (name != "eviction" or version not in ONE_OF_EACH)),
         )
-        for version in ONE_OF_EACH
+        for version in FORMATS
         for name, options in OPTIONS.items()
+        if version in ONE_OF_EACH or name in ("eviction", "bfloat16")
     ],
 )
 def test_no_budget_driver_or_policy_changes_a_bit(version, options, directory):
     path = written(directory, version, 4)
-    assert run(path, **options)[1] == at_rest(path, options.get("ops", "auto"))
+    dtype = {"dtype": options["dtype"]} if "dtype" in options else {}
+    assert run(path, **options)[1] == at_rest(path, options.get("ops", "auto"), **dtype)
 
 
 @pytest.mark.slow
@@ -171,10 +175,15 @@ CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,h
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "source", ["fp8", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("mixed", "gguf"))]
+    "source",
+    [
+        FP8,
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("mixed", "gguf", *ONE_OF_EACH[1:])),
+    ],
 )
-def test_no_store_changes_a_bit(source, request, monkeypatch, tmp_path):
-    path = request.getfixturevalue(source)
+def test_no_store_changes_a_bit(source, request, directory, monkeypatch, tmp_path):
+    one = source in FORMATS
+    path = written(directory, source, 4) if one else request.getfixturevalue(source)
     converted = convert(path, tmp_path / "converted", "float32").directory
     monkeypatch.setattr(shared_memory, "SHM", tmp_path)
     for ops, cases in {
