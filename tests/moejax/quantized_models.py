@@ -211,7 +211,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[Tensors, Any]]]] 
 }
 """Record format, after who writes it where several do → what config.json says, and (a matrix,
 float32) → its tensors, and what its authors' library dequantizes them to. The packers of AWQ, GPTQ
-and modelopt follow the texts of AutoAWQ, GPTQModel and modelopt, whose own need a GPU."""
+and modelopt follow the texts of AutoAWQ, GPTQModel and modelopt, whose own need a GPU; what
+compressed_tensors reads in files of AWQ and modelopt, test_quantized.py compares."""
 
 
 _KEPT = ("lm_head", "embed", "norm", ".gate.weight", "expert_gate", "conv1d", "in_proj_a.")

@@ -343,7 +343,12 @@ def gptq_weights(table, qweight, qzeros, scales, g_idx):
     return (scales[g_idx] * (codes - zeros[g_idx])).T.float()
 
 
-@pytest.mark.parametrize("version", FORMATS)
+QUICK = (FP8, ZERO, AWQ, "gptq:int4-32-f16-zero")
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(v, marks=[pytest.mark.slow] * (v not in QUICK)) for v in FORMATS]
+)
 def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp_path):
     """A scale of 0 too, with which all of them make 0, or −0 of a negative code, and any zeros:
     GPTQ's, less 1, may borrow from their neighbours in a word."""
