@@ -87,3 +87,10 @@ OF_CHECKPOINTS = (
     *(Spec(17, "bfloat16", hidden=96, width=80, versions=(name,)) for name in CODED),
 )
 """Formats of checkpoints: in float16, of few tokens, of many, with short groups and tiles."""
+
+OF_UNEVEN_WIDTHS = (
+    Spec(3, "bfloat16", experts=4, hidden=160, width=144, versions=("fp8-128x128-f32",)),
+    Spec(3, "bfloat16", experts=4, hidden=2880, width=96, versions=("fp4-32-e8m0",)),
+)
+"""Two FP8 blocks in each direction, the second cut off; and gpt-oss' hidden size, no multiple of
+512."""

@@ -65,8 +65,15 @@ def test_nothing_of_an_unfinished_call_remains(demo_dir, tmp_path):
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "shard"), [("Qwen3Moe", "1GB"), ("DeepseekV3", "100KB")])
-def test_transformers_reads_the_same_weights(family, shard, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "shard", "version"),
+    [
+        ("Qwen3Moe", "1GB", "int4"),
+        ("DeepseekV3", "100KB", "int4"),
+        ("Qwen3Moe", "1GB", "int8"),
+    ],
+)
+def test_transformers_reads_the_same_weights(family, shard, version, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +81,7 @@ def test_transformers_reads_the_same_weights(family, shard, tmp_path):
 
     model = random_model(family, hidden_size=64, moe_intermediate_size=32)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size=shard)
-    path = write_compressed(tmp_path / "dense", tmp_path / "model", "int4")
+    path = write_compressed(tmp_path / "dense", tmp_path / "model", version)
     experts = dense(path)
     for number, layer in enumerate(
         layer
@@ -87,6 +94,44 @@ def test_transformers_reads_the_same_weights(family, shard, tmp_path):
     wanted = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
     mine = AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn.o_proj.weight
     assert torch.equal(mine, wanted.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("version", "bits"), [("int4", 4), ("int8", 8)])
+def test_the_config_has_what_vllm_reads(version, bits, demo_dir, tmp_path):
+    """vLLM's CompressedTensorsConfig.from_config takes the keys `format`, `ignore` and
+    `config_groups` (of each group `targets` and `weights`), its MoE method the target "Linear"; the
+    weight-only scheme of 4 and 8 bits needs symmetric, static weights in groups or channels and no
+    `input_activations`. Its MoE layers load weight_packed, weight_scale and weight_shape."""
+    path = write_compressed(demo_dir, tmp_path / "model", version)
+    table = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert table["quant_method"] == "compressed-tensors"
+    assert table["format"] == "pack-quantized"
+    (group,) = table["config_groups"].values()
+    assert group["targets"] == ["Linear"] and group.get("input_activations") is None
+    weights = group["weights"]
+    assert (weights["num_bits"], weights["type"]) == (bits, "int")
+    assert (weights["strategy"], weights["group_size"]) == ("group", 128)
+    assert weights["symmetric"] is True and weights["dynamic"] is False
+    assert weights.get("actorder") is None
+    tensors = header_of(path / "model.safetensors")
+    plain = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    matrices = {n for n in plain if len(tensors[f"{n}.weight"]["shape"]) == 2}
+    assert {*table["ignore"]} == matrices  # whatever else is a Linear would be read as codes
+    packed = {n.removesuffix("_packed") for n in tensors if n.endswith(".weight_packed")}
+    assert packed and all(".mlp.experts." in name for name in packed)
+    for name in packed:
+        rows, words = tensors[f"{name}_packed"]["shape"]
+        assert tensors[f"{name}_packed"]["dtype"] == "I32"
+        assert tensors[f"{name}_scale"]["shape"] == [rows, words * 32 // bits // 128]
+        assert tensors[f"{name}_shape"]["shape"] == [2]
+
+
+def header_of(path):
+    """The tensors of a safetensors file: name → dtype, shape and place."""
+    with path.open("rb") as file:
+        tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors.pop("__metadata__")
+    return tensors
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path):

@@ -16,7 +16,13 @@ from pallas_kernels.expert_ffn import (
     ExpertPlaces,
     api,
 )
-from pallas_kernels.expert_ffn.specs import OF_CHECKPOINTS, SPECS, VERSIONED, Spec
+from pallas_kernels.expert_ffn.specs import (
+    OF_CHECKPOINTS,
+    OF_UNEVEN_WIDTHS,
+    SPECS,
+    VERSIONED,
+    Spec,
+)
 from pallas_kernels.records import RecordFormat, reference
 from pallas_kernels.records.encoding import GGUF
 from pallas_kernels.records.format import LOSSY, VERSIONS
@@ -245,6 +251,11 @@ def check_codes(spec, implementation):
         same_bits(run(part, implementation, few), run(part, implementation, same))
 
 
+def codes_of_uneven_widths(implementation):
+    for spec in OF_UNEVEN_WIDTHS:
+        check_codes(dataclasses.replace(spec, tokens=40), implementation)
+
+
 def bits_in_waves(implementation):
     """Which share the sort of their pairs, where there is one. Rows of other waves' experts keep
     what they hold."""
@@ -415,5 +426,12 @@ CONTRACTS = (
         ]
         + [Spec(40, "float32", hidden=96, width=40, versions=(v,)) for v in ("q5_k", "q6_k")],
         check_codes,
+    ),
+    Contract(
+        "expert_ffn of widths that no block divides",
+        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "cpu")},
+        OF_UNEVEN_WIDTHS,
+        check,
+        facts=(codes_of_uneven_widths,),
     ),
 )
