@@ -16,6 +16,7 @@ from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.reference import split_weights
 from tests.moejax.checkpoints.test_quantized import (
+    assert_conversion_keeps_codes,
     codes_back,
     load_torch,
     numbers_back,
@@ -154,11 +155,10 @@ def test_what_no_expert_can_be_made_of_is_refused_by_its_name(published, case, t
         load_checkpoint(path, versions=("checkpoint",))
 
 
-def test_a_conversion_dequantizes(published, tmp_path):
-    from moejax.checkpoints.conversion import convert
-
-    path = convert(published[0], tmp_path / "model", "float32").directory
-    assert run(path)[1] == run(published[0])[1]
+@pytest.mark.slow
+def test_a_conversion_keeps_the_codes(published, tmp_path):
+    assert_conversion_keeps_codes(published[0], tmp_path / "model")
+    assert run(tmp_path / "model")[1] == run(published[0])[1]
 
 
 @pytest.mark.nightly

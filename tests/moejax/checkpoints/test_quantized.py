@@ -728,6 +728,32 @@ def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path
         load_checkpoint(path, "bfloat16", versions=(CHECKPOINT,))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [AWQ, NVFP4, "Q4_K"])
+def test_a_conversion_keeps_zeros_global_scales_and_blocks_of_blocks(source, directory, tmp_path):
+    if source in FORMATS:
+        path = written(directory, source)
+    else:
+        wide = {"hidden_size": 256, "moe_intermediate_size": 256}
+        path = tmp_path / "model.gguf"
+        gguf_model(path, experts=source, down="Q6_K", **wide)
+    assert_conversion_keeps_codes(path, tmp_path / "converted")
+
+
+def assert_conversion_keeps_codes(path, destination):
+    """Every expert, read alone, is its record in the checkpoint at `path`, bit for bit."""
+    converted = convert(path, destination, "float32").directory
+    stored = load_checkpoint(path, "float32", versions=(CHECKPOINT,)).store
+    again = load_checkpoint(converted, "float32", versions=(CHECKPOINT,)).store
+    (version,) = stored.arrays
+    assert version != "dense" and again.layouts == stored.layouts
+    records = np.asarray(stored.arrays[version])
+    np.testing.assert_array_equal(np.asarray(again.arrays[version]), records)
+    for layer, expert in np.ndindex(records.shape[:2]):
+        record = read_expert(converted, layer, expert, version)
+        np.testing.assert_array_equal(record, records[layer, expert])
+
+
 def _fp8_in_powers(weight):
     """Codes, scales and what they mean, as in DeepSeek-V4: blocks of 32 rows and 8 columns."""
     import torch

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
 
+from host_offload.memory.budget import format_bytes
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.random_model import shape
@@ -148,6 +150,67 @@ def test_the_table(capsys):
     assert max(map(len, out.splitlines())) <= 80
     status, out, _ = run(capsys, "demo", "--memory", "2600KiB")
     assert status == 0 and "too small for the KV of 1024 tokens; 96 tokens would fit" in out
+
+
+ROW = 64 * 2
+"""Bytes of a row of a record of the hidden size below; each of its parts ends in a whole row."""
+
+
+def rounded_up(nbytes):
+    return -(-nbytes // ROW) * ROW
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("version", "nbytes"),
+    [
+        # A float32 for each block of 32 rows and 16 columns.
+        ("fp8-16x32-f32", 2048 + rounded_up(2048 // 512 * 4)),
+        # For each 16 weights a bfloat16 and four bits of zero.
+        ("int4-16-bf16-zero", 1024 + 2048 // 16 * 2 + rounded_up(2048 // 16 // 2)),
+        # A byte for each 32 weights.
+        ("fp4-32-e8m0", 1024 + rounded_up(2048 // 32)),
+    ],
+)
+def test_formats_of_quantized_checkpoints_and_bytes_a_weight(version, nbytes, capsys, tmp_path):
+    """Of experts with three matrices of 32·64 weights: 6 in each of 2 layers. A record has an even
+    number of rows."""
+    from tests.moejax.quantized_models import quantized_model
+
+    quantized_model(tmp_path / "model", version)
+    capsys.readouterr()
+    check_versions(capsys, tmp_path / "model", version, 3 * nbytes + ROW, 3 * 2048, 12)
+
+
+@pytest.mark.torch
+def test_types_of_a_gguf_file_and_bytes_a_weight(capsys, tmp_path):
+    """A block of 256 weights has 210 bytes in Q6_K; and in Q4_K 128 of codes, two float16, and 8
+    scales and 8 minimums, whose 6 bits take a byte each. One row more makes their number even."""
+    from tests.moejax.gguf_models import gguf_model
+
+    path, size = tmp_path / "model.gguf", {"hidden_size": 256, "moe_intermediate_size": 256}
+    gguf_model(path, experts="Q4_K", down="Q6_K", num_experts=2, num_experts_per_tok=1, **size)
+    capsys.readouterr()
+    nbytes = 256 * (148 + 148 + 210 + 2)
+    check_versions(capsys, path, "q4_k+q4_k+q6_k", nbytes, 3 * 256 * 256, 4)
+
+
+def check_versions(capsys, path, version, nbytes, weights, experts):
+    status, out, _ = run(capsys, path, "--json")
+    assert status == 0
+    found = json.loads(out)["versions"][version]
+    assert found == {"record_bytes": nbytes, "store_bytes": experts * nbytes}
+    (line,) = (row for row in run(capsys, path)[1].splitlines() if row.startswith(f"{version} "))
+    cells = re.split(r"\s{2,}", line.strip())
+    sizes = format_bytes(nbytes), format_bytes(experts * nbytes)
+    assert cells == [
+        version,
+        sizes[0],
+        f"{nbytes / weights / 2:.1%}",
+        f"{nbytes / weights:.3g} bytes",
+        sizes[1],
+        "checkpoint",
+    ]
 
 
 def test_json(capsys):
