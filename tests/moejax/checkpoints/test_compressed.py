@@ -99,9 +99,9 @@ def test_transformers_reads_the_same_weights(family, shard, version, tmp_path):
 @pytest.mark.parametrize(("version", "bits"), [("int4", 4), ("int8", 8)])
 def test_the_config_has_what_vllm_reads(version, bits, demo_dir, tmp_path):
     """vLLM's CompressedTensorsConfig.from_config takes the keys `format`, `ignore` and
-    `config_groups` (of each group `targets` and `weights`), its MoE method the target "Linear"; the
-    weight-only scheme of 4 and 8 bits needs symmetric, static weights in groups or channels and no
-    `input_activations`. Its MoE layers load weight_packed, weight_scale and weight_shape."""
+    `config_groups` (of each group `targets` and `weights`); the weight-only scheme of 4 and 8 bits
+    needs symmetric, static weights in groups or channels and no `input_activations`. No vLLM ran;
+    what its MoE layers load was not read in its source."""
     path = write_compressed(demo_dir, tmp_path / "model", version)
     table = json.loads((path / "config.json").read_text())["quantization_config"]
     assert table["quant_method"] == "compressed-tensors"
