@@ -81,17 +81,18 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def bind(name: str, arguments: str) -> Callable[..., int] | None:
-    """A function of the library that returns an int64; None: the library cannot run here.
+def bind(name: str, arguments: str, returns: Any = ctypes.c_int64) -> Callable[..., Any] | None:
+    """A function of the library; None: the library cannot run here.
 
     - `arguments`: a letter for each: "a", an address, or "s", an int64.
+    - `returns`: a type of ctypes, or None.
     """
     if why_not_cpu():
         return None
     function = getattr(library(), name)
     letters = {"a": ctypes.c_void_p, "s": ctypes.c_int64}
     function.argtypes = [letters[each] for each in arguments]
-    function.restype = ctypes.c_int64
+    function.restype = returns
     return function
 
 

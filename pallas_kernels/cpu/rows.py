@@ -3,47 +3,23 @@ native library."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from pallas_kernels.cpu.library import address_of, library, why_not_cpu
+from pallas_kernels.cpu.library import address_of, bind
 
 FORMS = ("", "gelu", "relu", "sigmoid")
 """What may follow a product, by the library's numbers. GELU is that by tanh."""
 
 
-class _Functions(NamedTuple):
-    multiply: Any
-    search: Any
-    run_network: Any
+def _multiply() -> Callable[..., Any] | None:
+    return bind("moejax_multiply_rows", "assasasas", None)
 
 
-@functools.cache
-def _functions() -> _Functions | None:
-    if why_not_cpu():
-        return None
-    size, address = ctypes.c_int64, ctypes.c_void_p
-    names = "multiply_rows", "nearest_maps", "run_network"
-    found = _Functions(*(getattr(library(), f"moejax_{name}") for name in names))
-    found.multiply.argtypes = address, size, size, address, size, address, size, address, size
-    found.search.argtypes = address, size, size, address, size, *[address] * 6
-    found.run_network.argtypes = (
-        address,
-        address,
-        size,
-        address,
-        address,
-        size,
-        *[address] * 2,
-        size,
-    )
-    for function in found:
-        function.restype = None
-    return found
+def _run_network() -> Callable[..., Any] | None:
+    return bind("moejax_run_network", "aasaasaas", None)
 
 
 def multiply_few(
@@ -52,8 +28,8 @@ def multiply_few(
     """The product of float32 rows [N, D] and float32 or finite float16 weights [D, E], summed in
     float32 in the order of D, with a float32 bias [E] and then one of FORMS. Without the library it
     is numpy's einsum, which sums in the same order and takes up to twice as long."""
-    functions, halves = _functions(), weights.dtype == np.float16
-    if functions is None or not weights.flags.c_contiguous or rows.shape[1] != len(weights):
+    function, halves = _multiply(), weights.dtype == np.float16
+    if function is None or not weights.flags.c_contiguous or rows.shape[1] != len(weights):
         found = np.einsum("nd,de->ne", rows, weights.astype(np.float32, copy=False))
         return finish_product(found if bias is None else found + bias, form)
     rows, found = np.ascontiguousarray(rows), np.empty((len(rows), weights.shape[1]), np.float32)
@@ -61,7 +37,7 @@ def multiply_few(
     if bias is not None:
         bias = np.ascontiguousarray(bias, np.float32)
     after = None if bias is None else address_of(bias)
-    functions.multiply(*places, halves, after, FORMS.index(form))
+    function(*places, halves, after, FORMS.index(form))
     return found
 
 
@@ -92,15 +68,15 @@ def nearest_maps(
       are added, in place.
     - `lengths`: float32[C], of the maps up to this layer.
     """
-    functions = _functions()
-    if functions is None or not kept.flags.c_contiguous or kept.dtype != np.float32:
+    function = bind("moejax_nearest_maps", "assasaaaaaa", None)
+    if function is None or not kept.flags.c_contiguous or kept.dtype != np.float32:
         return None
     rows = np.ascontiguousarray(rows, np.float32)
     assert rows.shape[1:] == kept.shape[1:] and filled.shape == kept.shape[:1]
     found = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
     given = [None if a is None else address_of(a) for a in (products, squares, lengths)]
     places = address_of(rows), *rows.shape, address_of(kept), len(kept), *given, address_of(filled)
-    functions.search(*places, *(address_of(a) for a in found))
+    function(*places, *(address_of(a) for a in found))
     return found
 
 
@@ -129,8 +105,8 @@ class Network:
         - `gate_input`: float16[N, …, D].
         - `ids`, `weights`: int[N, …, k] and float32[N, …, k], of the experts that were chosen.
         """
-        functions, rows = _functions(), len(gate_input)
-        assert functions is not None
+        function, rows = _run_network(), len(gate_input)
+        assert function is not None
         gate_input = np.ascontiguousarray(gate_input, np.float16)
         ids, weights = (
             np.ascontiguousarray(ids, np.int16),
@@ -139,14 +115,14 @@ class Network:
         scores, best = np.empty((rows, self.experts), np.float32), np.empty(most, np.int64)
         given = address_of(ids), address_of(weights), ids.shape[-1], address_of(scores)
         alone = address_of(best) if rows == 1 else None
-        functions.run_network(self._at, address_of(gate_input), rows, *given, alone, most)
+        function(self._at, address_of(gate_input), rows, *given, alone, most)
         return scores, best.tolist() if rows == 1 else []
 
 
 def network_of(arrays: Mapping[str, np.ndarray]) -> Network | None:
     """The network of a layer's arrays; None without the library, and for arrays that it cannot
     read: matrices must be contiguous float16 of matching sizes, vectors float32."""
-    if _functions() is None or "basis" not in arrays:
+    if _run_network() is None or "basis" not in arrays:
         return None
     (inputs, components), (width, experts) = arrays["basis"].shape, arrays["output"].shape
     sizes = {"basis": (inputs, components), "input": (components + experts, width)}

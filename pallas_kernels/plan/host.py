@@ -4,14 +4,13 @@ a layer is few numbers."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from pallas_kernels.cpu.library import address_of, library, why_not_cpu
+from pallas_kernels.cpu.library import address_of, bind
 
 Addresses = tuple[int, int, int]
 
@@ -35,18 +34,6 @@ OrderCells = Callable[[Sequence[np.ndarray], int, int], np.ndarray | None]
 reference would take them; None for tables that the library cannot read."""
 
 
-@functools.cache
-def _functions() -> tuple[Any, Any] | None:
-    if why_not_cpu():
-        return None
-    size, address = ctypes.c_int64, ctypes.c_void_p
-    plan, order = library().moejax_plan, library().moejax_order_cells
-    plan.restype, order.restype = ctypes.c_int, size
-    plan.argtypes = (address, size, size, size, size, *[address] * 6)
-    order.argtypes = (address, size, size, size, size, size, address)
-    return plan, order
-
-
 def _fits(table: np.ndarray) -> bool:
     """Whether a table is contiguous int32."""
     return table.flags.c_contiguous and table.flags.aligned and table.dtype == np.int32
@@ -55,10 +42,9 @@ def _fits(table: np.ndarray) -> bool:
 def planner(tables: Sequence[np.ndarray]) -> LayerPlan | None:
     """Returns plan for these tables, int32 fields of Tables in order, which the caller keeps; None
     without the library."""
-    functions = _functions()
-    if functions is None or not all(_fits(table) and table.flags.writeable for table in tables):
+    function = bind("moejax_plan", "assssaaaaaa", ctypes.c_int)
+    if function is None or not all(_fits(table) and table.flags.writeable for table in tables):
         return None
-    function, _ = functions
     (layers, cells), experts = tables[0].shape, tables[4].shape[1]
     addresses = (ctypes.c_void_p * len(tables))(*(address_of(table) for table in tables))
     results = np.empty(4 * experts + 4, np.int32)  # lists, then counts
@@ -76,10 +62,9 @@ def planner(tables: Sequence[np.ndarray]) -> LayerPlan | None:
 def cell_order() -> OrderCells | None:
     """Returns a function that orders cells of tables, which are mostly those of its last call, on
     one thread; None without the library."""
-    functions = _functions()
-    if functions is None:
+    function = bind("moejax_order_cells", "asssssa")
+    if function is None:
         return None
-    _, function = functions
     addresses = (ctypes.c_void_p * 11)()
     known: list[Any] = [lambda: None] * 11
     """Weak references, so that a device may write over its tables."""
