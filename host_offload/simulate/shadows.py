@@ -66,7 +66,7 @@ class Shadows(NamedTuple):
     def follow_by_numpy(
         self, ids: np.ndarray, filled_here: np.ndarray | None = None
     ) -> tuple[Shadows, np.ndarray]:
-        """As `follow`, which does so without the native library."""
+        """What `follow` does where there is no native library."""
         clock, resident = self.clock + 1, self.resident
         active = active_of(ids, resident.shape[2])
         missing = active > (resident if self.other is None else resident | resident[self.other])

@@ -220,7 +220,6 @@ template <class W>
 void multiply(const float* x, int64_t rows, int64_t inner, const W* w, int64_t columns, float* out,
               const float* bias, int64_t form) {
 #ifdef MOEJAX_X86
-  // Every processor with AVX2 has F16C, of which older clangs do not know.
   if (features().avx2) {
     return Avx2::multiply(x, rows, inner, w, columns, out, bias, form);
   }
