@@ -1,6 +1,7 @@
 """KV in a directory: the same bits after a restart, bound to model and options, checked."""
 
 import itertools
+import json
 import shutil
 import signal
 import subprocess
@@ -67,12 +68,12 @@ def test_sessions_without_room_on_the_device_go_to_host_memory(tmp_path):
 
 
 KILLED = """
-import os, pathlib, signal, sys
+import json, os, pathlib, signal, sys
 from moejax import LLM, SamplingParams
 
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 for last in (False, True):
-    llm = LLM(sys.argv[2], kv_dir=sys.argv[1], max_num_seqs=2, max_model_len=256, progress=False)
+    llm = LLM(sys.argv[2], kv_dir=sys.argv[1], **json.loads(sys.argv[3]))
     llm.generate([[5 + i % (90 - 40 * last) for i in range(100)]], params, use_tqdm=False)
     if last:  # when pages and index are written, and the index is not in its place
         pathlib.Path.replace = lambda self, to: os.kill(os.getpid(), signal.SIGKILL)
@@ -82,9 +83,8 @@ for last in (False, True):
 
 @pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_what_was_there(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path, DEMO], cwd=REPOSITORY, timeout=300
-    )
+    command = [sys.executable, "-c", KILLED, tmp_path, DEMO, json.dumps(LIMITS)]
+    done = subprocess.run(command, cwd=REPOSITORY, timeout=300)
     assert done.returncode == -signal.SIGKILL
     (place,) = tmp_path.iterdir()
     assert len([*place.glob("pages-*")]) == 3  # of which the index names one

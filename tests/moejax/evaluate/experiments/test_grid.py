@@ -141,7 +141,7 @@ def test_one_start_compiles_for_all_cells(undisturbed):
 
 
 def test_an_end_anywhere_changes_nothing(
-    undisturbed, home, compilations, found_on_disk, monkeypatch, capsys
+    undisturbed, home, compilations, own_programs, found_on_disk, monkeypatch, capsys
 ):
     """The file of records cut at any byte is what kill -9 leaves. The rest finds its executables in
     the cache, and says in a log how far it is."""
