@@ -32,6 +32,9 @@ class ClampedSwiGLU:
 Activation = str | ClampedSwiGLU
 """A name of ACTIVATIONS, or a gating that is more than an activation of the gate."""
 
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
+"""Products with gate and up → what goes into the product with down."""
+
 
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """What goes into the product with down."""

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.combine.pallas_triton import SQUARES_TILE, move_on, squares_of, weighted_sum
+from pallas_kernels.expert_ffn.activation import Gating
 from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, combine_behind
 from pallas_kernels.expert_ffn.operands import ExpertBatch
 from pallas_kernels.expert_ffn.tile import (
@@ -150,7 +151,7 @@ def _gate_up(
     *,
     tile: Tile,
     formats: Formats,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Gating,
 ) -> None:
     """h = act(gate(x))·up(x) of one expert's rows in one block.
 
@@ -174,7 +175,7 @@ def gate_up_of(
     *,
     tile: Tile,
     formats: Formats,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Gating,
 ) -> None:
     """One tile of h, of this expert of `active`, if it has rows in the block."""
     column, first = place.tile * tile.columns, _first_row(place, batch)
@@ -196,7 +197,8 @@ def gate_up_of(
         zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
         totals = record.sum((GATE, UP), column, tile, add, [(zero, zero)] * len(tiles))
         for i, (a, b) in enumerate(totals):
-            h = (activation(a) * b).astype(h_ref.dtype)
+            gate, up = record.add_bias(GATE, column, a), record.add_bias(UP, column, b)
+            h = activation(gate, up).astype(h_ref.dtype)
             write_rows(h_ref, span(first + i * ROWS, ROWS), column, h)
 
     _for_expert(compute, place, expert, memory, formats, batch)
@@ -242,6 +244,7 @@ def _down_of(
         totals = [jnp.zeros((ROWS, tile.columns), jnp.float32)] * len(tiles)
         totals = record.sum((DOWN,), column, tile, add, totals)
         for pairs, total in zip(tiles, totals, strict=True):
+            total = record.add_bias(DOWN, column, total)
             write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
     return _for_expert(compute, place, expert, memory, formats, batch)

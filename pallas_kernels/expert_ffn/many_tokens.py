@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.expert_ffn.activation import Gating
 from pallas_kernels.expert_ffn.tile import (
     DOWN,
     GATE,
@@ -153,7 +154,7 @@ def _gate_up(
     tile: Tile,
     formats: Formats,
     slots: int,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Gating,
 ) -> None:
     """h = act(gate(x))·up(x) of the pairs of one tile.
 
@@ -176,7 +177,9 @@ def _gate_up(
         shape = (tile.columns, ROWS) if record.lossy else (ROWS, tile.columns)
         zero = jnp.zeros(shape, jnp.float32)
         a, b = record.sum((GATE, UP), column, tile, add, (zero, zero))
-        h = (activation(a) * b).astype(h_ref.dtype)
+        axis = 0 if record.lossy else 1
+        gate, up = record.add_bias(GATE, column, a, axis), record.add_bias(UP, column, b, axis)
+        h = activation(gate, up).astype(h_ref.dtype)
         write_rows(h_ref, span(n * ROWS, ROWS), column, h.T if record.lossy else h)
 
     _for_tile(compute, memory, formats, groups, width, tile.columns)
@@ -208,7 +211,7 @@ def _down(
             return total + plgpu.dot(read_rows(h_ref, rows, start, depth, end), weights)
 
         zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
-        total = record.sum((DOWN,), column, tile, add, zero)
+        total = record.add_bias(DOWN, column, record.sum((DOWN,), column, tile, add, zero))
         write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
     _for_tile(compute, memory, formats, groups, hidden, tile.columns)

@@ -105,7 +105,7 @@ def _gate_up(first, x, records, h, *, columns, width, activation):
     @pl.when(address >= 0)
     def _():
         gate, up = products(x.at[rows], [matrix(GATE), matrix(UP)], columns)
-        value = (activation(gate) * up).astype(h.dtype)
+        value = activation(gate, up).astype(h.dtype)
         plgpu.store(h.at[rows, pl.ds(column, columns)], value, optimized=False)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import few_tokens, many_tokens
-from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.expert_ffn.activation import Activation, Gating, gated
 from pallas_kernels.expert_ffn.epilogue import Epilogue, combine_behind
 from pallas_kernels.expert_ffn.operands import ExpertPlaces
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
@@ -126,13 +127,13 @@ def memory_of(
     )
 
 
-def in_kernels(activation: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation, in a form that lowers to Triton."""
-    return _gelu if activation == "gelu" else ACTIVATIONS[activation]
+def in_kernels(activation: Activation) -> Gating:
+    """`gated`, in a form that lowers to Triton."""
+    return _gelu_gated if activation == "gelu" else functools.partial(gated, activation)
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    return 0.5 * x * (1 + _erf(x * 2**-0.5))
+def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return 0.5 * gate * (1 + _erf(gate * 2**-0.5)) * up
 
 
 def _erf(x: jax.Array) -> jax.Array:

@@ -151,6 +151,24 @@ class Record:
 
         return lax.fori_loop(0, pl.cdiv(axis, depth), step, totals)
 
+    def add_bias(self, matrix: int, across: Any, totals: jax.Array, axis: int = 1) -> jax.Array:
+        """The results of a matrix with its bias, if records have biases.
+
+        - `across`: the first of the results, which are along `axis` of totals.
+        """
+        fmt = self._fmt
+        if not fmt.biases:
+            return totals
+        first, _ = fmt.parts[f"{MATRICES[matrix]}_bias"]
+        number, values = (
+            span(across, totals.shape[axis]),
+            fmt.hidden if matrix == DOWN else fmt.width,
+        )
+        place = first + lax.div(number, fmt.hidden), lax.rem(number, fmt.hidden)
+        bits = self._elements(*place, number < values if values % number.size else None)
+        bias = lax.bitcast_convert_type(bits, jnp.dtype(fmt.dtype)).astype(jnp.float32)
+        return totals + jnp.expand_dims(bias, 1 - axis)
+
     def _weights(self, matrix: int, row: Any, column: Any, shape: tuple[int, int]) -> jax.Array:
         """A tile of a matrix from (row, column) on, zero outside of it."""
         fmt, (rows, columns) = self._fmt, shape

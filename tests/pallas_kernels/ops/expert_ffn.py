@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -308,6 +309,9 @@ def check_as_decoded(spec, implementation):
         check_rows(few, implementation, c, first + np.arange(tokens), want)
 
 
+OF_GPT_OSS: Any = {"hidden": 64, "width": 160, "versions": ("fp4-32-e8m0", "dense"), "biases": True}
+"""Biases that take several rows, the last one in part."""
+
 DECODED = Spec(300, "bfloat16", "one", hidden=512, width=84)
 
 
@@ -392,11 +396,12 @@ CONTRACTS = (
     ),
     Contract(
         "expert_ffn with biases and a clamped SwiGLU",
-        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "cpu")},
+        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "pallas", "cpu")},
         [
             Spec(17, "float32", width=100, hidden=40, versions=("dense",), biases=True),
             Spec(3, "bfloat16", "one", versions=("int8", "lossless12", "int4"), biases=True),
             Spec(9, "bfloat16", versions=("fp4-32-e8m0", ("dense", "lossless12")), biases=True),
+            *(Spec(33, "bfloat16", "one", row_tile=tile, **OF_GPT_OSS) for tile in (16, 64)),
         ],
         check_clamped,
     ),
