@@ -32,6 +32,10 @@ attention would save nothing (docs/explanation/kernels.md)."""
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step that is compiled for fewer than all chunks."""
 
+NATIVE_ROWS = 1, 8, 32, 128
+"""Rows of the decode steps of native ops, if they are fewer than `max_num_seqs`. 31 idle rows take
+a third of the time of a step of four layers of OLMoE, in what XLA computes between native ops."""
+
 APART = 4
 """Ratio between one context length, or prefill size, that is compiled for and the next one."""
 
@@ -45,6 +49,7 @@ def step_shapes(
     waves: int,
     bucketed: bool = False,
     prefill_bucketed: bool = False,
+    native: bool = False,
     kernels: bool = False,
     drafts: bool = False,
 ) -> StepShapes:
@@ -55,6 +60,8 @@ def step_shapes(
     - `bucketed`: whether decode is also compiled for fewer rows and shorter contexts. A kernel's
       grid is static, so smaller shapes need their own.
     - `prefill_bucketed`: whether prefill is also compiled for fewer chunks.
+    - `native`: whether native ops compute all products. Then decode is also compiled for
+      NATIVE_ROWS, though not for shorter contexts.
     - `kernels`: whether an op is a kernel. Then a few rows are rounded up to a number that the
       checks of kernels cover, since no start may run another number.
     - `drafts`: whether decode steps verify drafts.
@@ -72,6 +79,8 @@ def step_shapes(
         # Attention has fewer idle programs, and routing has fewer rows to go through
         # (docs/explanation/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
+    elif native:
+        buckets = [*(few for few in NATIVE_ROWS if few < rows), rows]
     contexts, prefills = [spans], [max(chunks, 1)]
     while bucketed and contexts[0] * SPAN >= APART * LEAST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // APART))
@@ -146,8 +155,12 @@ def prefills_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     """Whether prefill is compiled for fewer chunks too, so that a short prompt need not write
     buffers of all. A row's bits must not depend on how many others there are, as for
     `decodes_in_buckets`; those of native ops do not either."""
-    native = all(getattr(ops, op) == "cpu" for op in ("head_linear", *_products(config)))
-    return native or decodes_in_buckets(config, ops)
+    return is_native(config, ops) or decodes_in_buckets(config, ops)
+
+
+def is_native(config: ModelConfig, ops: Ops) -> bool:
+    """Whether native ops compute every product."""
+    return all(getattr(ops, op) == "cpu" for op in ("head_linear", *_products(config)))
 
 
 def _products(config: ModelConfig) -> list[str]:

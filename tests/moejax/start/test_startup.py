@@ -6,6 +6,7 @@ import pytest
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import (
     decodes_in_buckets,
+    is_native,
     prefills_in_buckets,
     step_shapes,
     without_kernel,
@@ -42,14 +43,14 @@ def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture
 def test_a_cpu_prefills_few_chunks_where_every_product_is_native(ops, expected):
     config = parse_config(config_of("DeepseekV3ForCausalLM"))
     chosen = resolve_ops(ops, platform="cpu", dtype="bfloat16")
-    assert prefills_in_buckets(config, chosen) is expected
+    assert prefills_in_buckets(config, chosen) is is_native(config, chosen) is expected
     assert not decodes_in_buckets(config, chosen)
 
 
-def shapes_of(rows, max_model_len, bucketed=True, batched=512):
+def shapes_of(rows, max_model_len, bucketed=True, batched=512, native=False):
     config = parse_config(config_of("MixtralForCausalLM"))
     limits = dict(rows=rows, max_model_len=max_model_len, max_num_batched_tokens=batched, waves=1)
-    buckets = {"bucketed": bucketed, "prefill_bucketed": bucketed}
+    buckets = {"bucketed": bucketed, "prefill_bucketed": bucketed, "native": native}
     return step_shapes(config.slot_layout(2), **limits, **buckets)
 
 
@@ -66,6 +67,9 @@ def test_contexts_and_rows_that_decode_is_compiled_for():
     assert [shapes_of(n, 128).buckets for n in (1, 40)] == [few, (*few, 32, 48)]
     plain = shapes_of(40, 32768, bucketed=False)
     assert (plain.buckets, plain.contexts) == ((48,), (plain.blocks,))
+    native = [shapes_of(n, 32768, bucketed=False, native=True) for n in (1, 5, 8, 40)]
+    assert [each.buckets for each in native] == [(1,), (1, 5), (1, 8), (1, 8, 32, 48)]
+    assert {each.contexts for each in native} == {(plain.blocks,)}
 
 
 def test_a_step_takes_the_least_program_of_contexts_and_rows():
