@@ -46,6 +46,22 @@ inline void transpose_block(const uint8_t* from, int64_t stride, uint16_t* to, i
     _mm_storeu_si128((__m128i*)(to + (2 * j + 1) * height), _mm_unpackhi_epi64(a[j], a[4 + j]));
   }
 }
+
+// 32 rows of a line each. Lines of the result may lie in one set of the first cache, 4 KiB apart: they
+// are made in a tile and written once, past the caches.
+inline void transpose_lines(const uint8_t* from, int64_t stride, uint16_t* to, int64_t height) {
+  alignas(64) uint16_t tile[32 * 32];
+  for (int i = 0; i < 32; i += 8) {
+    for (int c = 0; c < 32; c += 8) {
+      transpose_block(from + i * stride + 2 * c, stride, tile + 32 * c + i, 32);
+    }
+  }
+  for (int c = 0; c < 32; c++) {
+    auto* const line = reinterpret_cast<__m128i*>(to + c * height);
+    const auto* const made = reinterpret_cast<const __m128i*>(tile + 32 * c);
+    for (int k = 0; k < 4; k++) _mm_stream_si128(line + k, _mm_load_si128(made + k));
+  }
+}
 #endif
 
 }  // namespace
@@ -59,14 +75,23 @@ void transpose(const uint8_t* rows, int64_t n, int64_t stride, int64_t width, in
   auto* const out = reinterpret_cast<uint16_t*>(to) + first;
   whole = width / 8 * 8;
   const int64_t blocks = n / 8 * 8;
+  // Whole lines where both sides have them.
+  const bool lines = ((uintptr_t)out | (uint64_t)(2 * height)) % 64 == 0;
   for (int64_t strip = 0; strip < whole; strip += kStrip) {
-    for (i = 0; i < blocks; i += 8) {
+    i = 0;
+    if (lines && strip + kStrip <= whole) {
+      for (; i + kStrip <= blocks; i += kStrip) {
+        transpose_lines(rows + i * stride + 2 * strip, stride, out + strip * height + i, height);
+      }
+    }
+    for (; i < blocks; i += 8) {
       for (int64_t c = strip; c < std::min(strip + kStrip, whole); c += 8) {
         transpose_block(rows + i * stride + 2 * c, stride, out + c * height + i, height);
       }
     }
   }
   i = blocks;
+  _mm_sfence();
 #endif
   if (whole && i < n) {
     transpose_items<uint16_t>(rows + i * stride, n - i, stride, 0, whole, to, first + i, height);
