@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
@@ -106,8 +105,6 @@ class Checkpoint(StoredModel, abc.ABC):
     """A checkpoint whose headers are read and checked, and whose weights are not yet read. Its
     config always has a dtype."""
 
-    nonfinite: Counter[str] = dataclasses.field(default_factory=Counter, kw_only=True)
-    """Tensor → how many of its values are NaN or infinite, counted while it is read."""
     quantizers: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     """Version → how it was made from the dense one."""
 

@@ -35,7 +35,7 @@ from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.quantized_tensors import QuantizedShard
 from moejax.checkpoints.shards import DTYPES, INDEX, SINGLE, TensorFile, TensorReader
 from moejax.checkpoints.tensor_checkpoint import TensorCheckpoint, open_tensors
-from moejax.checkpoints.tensor_tasks import cast, count_nonfinite
+from moejax.checkpoints.tensor_tasks import cast, require_finite
 from moejax.checkpoints.tensors import ExpertPlace, name_expert
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, shown, user_errors
@@ -122,8 +122,6 @@ class _Plan:
     def _quantize(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes, in words of 32 bits, and scales of weights [rows, width]."""
         groups = to_float32(weights).reshape(len(weights), -1, self.group)
-        if not np.isfinite(groups).all():
-            raise UnquantizableError("weights are NaN or infinite")
         scales = QUANTIZERS[self.quantizer](groups, 2, self.bits)
         scales = scales.astype(NUMPY_DTYPES[self.source.dtype])
         codes = nearest_codes(groups, scales, self.bits).reshape(len(weights), -1)
@@ -139,10 +137,13 @@ class _Plan:
         shape = header.shape if index is None else header.shape[1:]
         values = np.empty(shape or (1,), np.dtype(header.dtype))
         reader.rows(name, index)(0, values.reshape(-1, (shape or (1,))[-1]))
+        named = f"{file.path}: tensor {name}"
+        if name in self.source.places:
+            require_finite(values, named)
         if header.dtype == dtype:
             return values
         made = np.empty(values.shape, NUMPY_DTYPES[dtype])
-        cast(values, made, count_nonfinite(values), f"{file.path}: tensor {name}")
+        cast(values, made, named)
         return made
 
 

@@ -32,7 +32,6 @@ from moejax.checkpoints.loaded_model import (
     count_progress,
     require_host_memory,
     run_dtype,
-    warn_nonfinite,
 )
 from moejax.checkpoints.orbax.destination import free_destination, require_space, write_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel, orbax_files
@@ -324,10 +323,8 @@ def _complete(
     for leaf in copied:
         if not manifest.checksums(leaf):
             manifest.put(leaf, *_write_chunks(tree, leaf, source.chunks(leaf)))
-            manifest.nonfinite |= source.checkpoint.nonfinite
             write_manifest(work / JOURNAL, manifest)
             advance(leaf.nbytes)
-    warn_nonfinite(str(source.directory), manifest.nonfinite)
     for layer, leaf in enumerate(experts if encodings else ()):
         missing = [
             version
@@ -438,7 +435,6 @@ def _begin(
         source.dtype,
         tree,
         experts={version: {} for version in layers},
-        nonfinite=dict(source.checkpoint.nonfinite),
         quantizers=quantizers,
     )
     write_manifest(work / JOURNAL, manifest)

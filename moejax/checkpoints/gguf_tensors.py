@@ -72,6 +72,13 @@ class GgufFile:
     def path(self) -> pathlib.Path:
         return self.header.path
 
+    def named(self, name: str) -> str:
+        """File, name and expert of the GGUF tensor that a tensor is the first of, for messages."""
+        source = self.sources[name]
+        header, stored = source.parts[0]
+        expert = "" if source.index is None else f", expert {source.index}"
+        return f"{header.path}: tensor {stored}{expert}"
+
     def version_of(self, name: str) -> str | None:
         """The record format of a tensor; None: it is in none."""
         return FORMATS.get(self.sources[name].tensor.type)
@@ -244,11 +251,10 @@ def _floats(raw: np.ndarray, part: tuple[GgufHeader, str]) -> np.ndarray:
             found = dequantize(raw, GGMLQuantizationType[type_])
     except NotImplementedError as error:
         raise UserError(f"{header.path}: tensor {name}: {error}") from None
-    if type_ in FLOATS:  # those of any checkpoint: counted where they are put
-        return found
     reserved = type_ == "MXFP4" and (raw[:, :: _block(type_)[1]] == 255).any()  # NaN in e8m0
     if reserved or not np.isfinite(found).all():
-        raise UserError(f"{header.path}: tensor {name} has scales that are NaN or infinite")
+        what = "values" if type_ in FLOATS else "scales"
+        raise UserError(f"{header.path}: tensor {name} has {what} that are NaN or infinite")
     return found
 
 

@@ -29,7 +29,6 @@ from moejax.checkpoints.loaded_model import (
     new_store,
     require_host_memory,
     run_dtype,
-    warn_nonfinite,
 )
 from moejax.checkpoints.orbax.layout import Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
@@ -276,7 +275,6 @@ def _read(
                 for version, layers in reading.items():
                     tasks = reader.read_experts(version, layers, builders[version], dtype)
                     run_tasks(pool, tasks, advance)
-            warn_nonfinite(str(opened.directory), opened.nonfinite)
             return {v: builder.finish().arrays[v] for v, builder in builders.items()}
 
         ahead: dict[str, jax.Array] = {}

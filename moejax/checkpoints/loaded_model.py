@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -19,8 +18,6 @@ from moejax.device import require_pinned_memory
 from moejax.errors import NotPinned, UserError
 from moejax.models.config import ModelConfig
 from pallas_kernels.records import RecordFormat
-
-log = logging.getLogger("moejax")
 
 DTYPE_NAMES = {
     "half": "float16",
@@ -157,19 +154,6 @@ def new_store(
         raise kind(f"{source}: {error}") from error
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
-
-
-def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
-    """Logs one warning for weights that are NaN or infinite. Such a model loads, but most of its
-    logits are NaN.
-
-    - `source`: the checkpoint's path.
-    - `nonfinite`: tensor → how many of its values are NaN or infinite.
-    """
-    if nonfinite:
-        (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1
-        more = f", and {others} other tensors have such values too" if others else ""
-        log.warning("%s: %d values of tensor %s are NaN or infinite%s", source, count, name, more)
 
 
 def count_progress(

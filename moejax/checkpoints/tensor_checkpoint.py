@@ -253,7 +253,7 @@ class TensorCheckpointReader:
     def _open_tensor(self, file: TensorFile, name: str) -> OpenTensor:
         if file.path not in self._readers:
             self._readers[file.path] = self._stack.enter_context(file.open())
-        return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)
+        return OpenTensor(file, self._readers[file.path], name)
 
 
 def _version_of(file: TensorFile, name: str) -> str | None:
@@ -292,8 +292,7 @@ class TensorRecords:
         try:
             for file, name, place in self.tensors[layer, expert]:
                 with file.open() as reader:
-                    tensor = OpenTensor(file, reader, name, Counter())
-                    tensor.read_record(place, expert, (0, 0), sink, dtype)
+                    OpenTensor(file, reader, name).read_record(place, expert, (0, 0), sink, dtype)
         except UserError as error:
             raise OSError(str(error)) from error
 

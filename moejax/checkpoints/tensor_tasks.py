@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +20,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.quantized import QuantizedError, put_values
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
-from moejax.checkpoints.gguf_tensors import GgufReader
+from moejax.checkpoints.gguf_tensors import GgufFile, GgufReader
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
@@ -40,15 +39,12 @@ _scratch = threading.local()
 
 @dataclasses.dataclass(frozen=True)
 class OpenTensor:
-    """A tensor of an open file.
-
-    nonfinite: tensor → how many of its values are NaN or infinite; reading adds to it.
-    """
+    """A tensor of an open file. Reading raises UserError that names it, for values that are NaN or
+    infinite."""
 
     file: TensorFile
     reader: TensorReader
     name: str
-    nonfinite: Counter[str]
 
     def read_param(self, place: ParamPlace, out: np.ndarray) -> Iterator[Task]:
         """Yields the tasks that fill this tensor's rows of a parameter.
@@ -214,19 +210,16 @@ class OpenTensor:
 
         - `index`: reads only the part at this index of the first axis.
         """
-        read = self.reader.rows(self.name, index)
-        bad = _fill(out, first, read, self._stored, f"{self.file.path}: tensor {self.name}")
-        if bad:
-            with _COUNTING:
-                self.nonfinite[self.name] += bad
+        if isinstance(self.file, GgufFile):
+            named = self.file.named(self.name)
+        else:
+            named = f"{self.file.path}: tensor {self.name}"
+        _fill(out, first, self.reader.rows(self.name, index), self._stored, named)
         return out.size * self._stored.itemsize
 
 
-_COUNTING = threading.Lock()
-
-
-def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: str) -> int:
-    """Fills `out`, and returns how many of its values are not finite.
+def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: str) -> None:
+    """Fills `out`.
 
     - `out`: [rows, width] in the file's order, contiguous or the transpose of contiguous memory.
     - `begin`: the first row to read.
@@ -235,7 +228,7 @@ def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: 
     """
     rows, width = out.shape
     transposed = not out.flags.c_contiguous
-    step, bad = max(1, _CHUNK // (width * stored.itemsize)), 0
+    step = max(1, _CHUNK // (width * stored.itemsize))
     if transposed:
         step = max(16, step - step % 16)  # whole tiles of copy_transposed
     for first in range(0, rows, step):
@@ -243,30 +236,37 @@ def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: 
         straight = stored == out.dtype and not transposed
         values = into if straight else _buffer("values", stored, into.shape)
         read(begin + first, values)
-        found = count_nonfinite(values)
-        bad += found
+        require_finite(values, named)
         if straight:
             continue
         if stored != out.dtype:
             converted = _buffer("converted", out.dtype, into.shape) if transposed else into
-            cast(values, converted, found, named)
+            cast(values, converted, named)
             values = converted
         if transposed:
             copy_transposed(as_bits(into.T), as_bits(values))
-    return bad
 
 
-def cast(values: np.ndarray, into: np.ndarray, nonfinite: int, named: str) -> None:
-    """Converts `values` to the dtype of `into`.
+def require_finite(values: np.ndarray, named: str) -> None:
+    """Raises UserError for values that are NaN or infinite.
 
-    - `nonfinite`: how many of the values are not finite.
+    - `values`: contiguous.
+    - `named`: where the values come from.
+    """
+    if found := count_nonfinite(values):
+        raise UserError(f"{named} has values that are NaN or infinite ({found} of those read)")
+
+
+def cast(values: np.ndarray, into: np.ndarray, named: str) -> None:
+    """Converts finite `values` to the dtype of `into`.
+
     - `named`: where the values come from, for messages.
 
-    Raises UserError if a finite value becomes infinite.
+    Raises UserError if a value becomes infinite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(into, values, casting="unsafe")
-    if count_nonfinite(into) > nonfinite:
+    if count_nonfinite(into):
         raise UserError(
             f"{named} has values that {into.dtype.name} cannot hold; "
             "run with dtype float32 or the checkpoint's own"
@@ -294,9 +294,9 @@ def count_nonfinite(values: np.ndarray) -> int:
     maxima, of the signed and of the unsigned integers, show at the speed of memory that there are
     none.
 
-    - `values`: contiguous, of a dtype of NUMPY_DTYPES.
+    - `values`: contiguous. Only numbers of NUMPY_DTYPES are looked at.
     """
-    if values.dtype.kind == "i":
+    if values.dtype.name not in _EXPONENTS:
         return 0
     mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
     sign = 1 << (8 * values.itemsize - 1)

@@ -51,7 +51,6 @@ class Manifest:
     - `params`: key, such as "runs.0.qkv", → the parameter.
     - `experts`: version → layer → a checksum for each expert.
     - `files`: relative path → checksum, for all other files.
-    - `nonfinite`: tensor of the source → how many of its values are NaN or infinite.
     - `quantizers`: version → how it was made from the dense one.
     - `errors`: version → layer → ‖W − Ŵ‖/‖W‖ of each expert.
     - `dense_layers`: version → the MoE layers that it lacks, since the version cannot hold one of
@@ -66,7 +65,6 @@ class Manifest:
     params: dict[str, StoredLeaf] = dataclasses.field(default_factory=dict)
     experts: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     files: dict[str, str] = dataclasses.field(default_factory=dict)
-    nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
     errors: dict[str, dict[int, tuple[float, ...]]] = dataclasses.field(default_factory=dict)
     dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -221,7 +219,6 @@ def _parse(content: dict[str, Any]) -> Manifest:
         },
         experts=by_layer("experts", checksums),
         files={path: checksums([value])[0] for path, value in content["files"].items()},
-        nonfinite={str(name): int(count) for name, count in content.get("nonfinite", {}).items()},
         quantizers={str(version): str(name) for version, name in quantizers.items()},
         errors=by_layer("errors", lambda values: tuple(map(float, values))),
         dense_layers={

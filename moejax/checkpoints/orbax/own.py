@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import pathlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -30,7 +29,7 @@ from moejax.checkpoints.orbax.manifest import (
     read_file,
     read_manifest,
 )
-from moejax.checkpoints.tensor_tasks import cast, count_nonfinite
+from moejax.checkpoints.tensor_tasks import cast
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
@@ -241,8 +240,8 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
                 f"differs); {_AGAIN}"
             )
     config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-    known = {"nonfinite": Counter(manifest.nonfinite), "quantizers": manifest.quantizers}
-    return StoredCheckpoint(directory, config, manifest.dtype, manifest, **known)
+    quantizers = manifest.quantizers
+    return StoredCheckpoint(directory, config, manifest.dtype, manifest, quantizers=quantizers)
 
 
 def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
@@ -314,4 +313,4 @@ def _in_dtype(out: np.ndarray, dtype: np.dtype, named: str) -> Iterator[np.ndarr
         return
     weights = np.empty(out.shape, dtype)
     yield weights
-    cast(weights, out, count_nonfinite(weights), named)
+    cast(weights, out, named)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax.checkpoints.compressed import write_compressed
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import JOURNAL
+from moejax.checkpoints.shards import find_shards
 from moejax.commands.main import main
 from moejax.errors import UserError
 from tests.moejax.checkpoints.conversions import write_source
@@ -47,6 +50,19 @@ def test_what_cannot_be_written_is_refused(demo_dir, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["directory"] == str(tmp_path / "x")
     assert main([*command, "--versions", "int4"]) == 2
     assert "already there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["norm", "layers.0.mlp.experts.1.up_proj"])
+def test_values_that_are_not_finite_are_refused_by_name(name, demo_dir, tmp_path):
+    source, tensor = tmp_path / "source", f"model.{name}.weight"
+    shutil.copytree(demo_dir, source)
+    (shard,) = find_shards(source)
+    with shard.path.open("r+b") as file:
+        file.seek(shard.begins[tensor] + 2)
+        file.write(b"\x80\x7f")  # infinity
+    with pytest.raises(UserError, match=f"tensor {re.escape(tensor)} has values that are NaN or"):
+        write_compressed(source, tmp_path / "model", "int4")
+    assert not (tmp_path / "model").exists()
 
 
 def test_nothing_of_an_unfinished_call_remains(demo_dir, tmp_path):

@@ -16,12 +16,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax import LLM, SamplingParams
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.fingerprint import fingerprint
 from moejax.checkpoints.gguf_tensors import GgufFile, Source, unpacked
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.shards import Header
 from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.evaluate.quantization import quantize
 from moejax.models.gguf_config import FORMATS
 from moejax.models.gguf_header import GgufTensor, read_gguf
 from moejax.start.decide.facts import facts_of
@@ -452,3 +454,41 @@ def test_what_is_not_known_is_refused_by_its_name(edit, message, tmp_path):
     gguf_model(path, edit=edit)
     with pytest.raises(UserError, match=message):
         load_checkpoint(path)
+
+
+NOT_FINITE = {"F32": b"\0\0\x80\x7f", "F16": INFINITY, "BF16": b"\xc1\xff"}
+"""Type → infinity, or NaN of BF16."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "family", "type_"),
+    [
+        ("output.weight", "Qwen3Moe", "F16"),
+        ("blk.1.attn_output.weight", "Qwen3Moe", "BF16"),
+        ("blk.1.ffn_norm.weight", "Qwen3Moe", "F32"),
+        ("blk.0.attn_k.weight", "Mixtral", "F16"),  # in another order
+        ("blk.1.ffn_up_exps.weight", "Qwen3Moe", "F32"),
+        ("blk.1.ffn_down_exps.weight", "Qwen3Moe", "BF16"),
+    ],
+)
+def test_plain_tensors_that_are_not_finite_are_refused_by_name(tensor, family, type_, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, family, experts=type_, others=type_)
+    found, expert = read_gguf(path)[0].tensors[tensor], ""
+    at, bad = found.begin, NOT_FINITE[type_]
+    if "exps" in tensor:
+        expert, at = ", expert 1", at + found.nbytes // found.shape[0]
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bad)
+    for read in (
+        lambda: load_checkpoint(path, "float32"),
+        lambda: load_checkpoint(path, coded=True),
+        lambda: convert(path, tmp_path / "converted"),
+        lambda: quantize(path, tmp_path / "quantized", ("int8",)),
+    ):
+        with pytest.raises(
+            UserError, match=rf"model\.gguf: tensor {tensor}{expert} has values that are NaN or inf"
+        ):
+            read()
+    assert not (tmp_path / "converted").exists() and not (tmp_path / "quantized").exists()
