@@ -11,9 +11,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
 import moejax
+from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.models.config import load_config
 from moejax.requests.gguf_tokenizer import MOST_ADDED
 from moejax.requests.tokenizer import load_tokenizer
+from tests.moejax.gguf_models import gguf_model
 
 DEMO = Path(moejax.__path__[0]) / "demo"
 TEXTS = [
@@ -143,6 +146,49 @@ def test_tokens_are_added_around_a_text_as_the_file_says(bos, eos, tmp_path):
     plain = load_tokenizer(DEMO).encode("a model")
     assert found.encode("a model") == [3] * bos + plain + [0] * eos
     assert found.encode("a model", add_special_tokens=False) == plain
+
+
+def around(writer):
+    """A byte-level vocabulary with bos and eos around each text."""
+    byte_level(writer)
+    writer.add_bos_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("family", "edit"),
+    [
+        ("Qwen3Moe", byte_level),
+        ("Qwen3Moe", around),
+        ("Mixtral", sentencepiece(True)[0]),
+        ("Mixtral", sentencepiece(False)[0]),
+    ],
+    ids=["bytes", "around", "pieces", "pieces without prefix"],
+)
+def test_convert_keeps_tokenizer_and_chat_template(family, edit, tmp_path):
+    path, converted = tmp_path / "m.gguf", tmp_path / "converted"
+    tokens = len(load_tokenizer(write(path, edit, "llama")).get_vocab())
+    gguf_model(path, family, edit=edit, vocab_size=tokens)
+    assert main(["convert", str(path), str(converted)]) == 0
+    path = path.rename(tmp_path / "elsewhere.gguf")  # the directory is enough
+    found, wanted = load_tokenizer(converted), load_tokenizer(path)
+    assert found.get_vocab() == wanted.get_vocab()
+    assert dict(found.special_tokens) == dict(wanted.special_tokens)
+    for text in TEXTS:
+        ids = wanted.encode(text)
+        assert found.encode(text) == ids, text
+        plain = [each.encode(text, add_special_tokens=False) for each in (found, wanted)]
+        assert plain[0] == plain[1], text
+        for skip in (False, True):
+            assert found.decode(ids, skip) == wanted.decode(ids, skip), text
+    assert found.chat_template == wanted.chat_template
+    said, other = (
+        each.whole().apply_chat_template(MESSAGES, tokenize=False) for each in (found, wanted)
+    )
+    assert said == other and "世界" in said
+    assert load_config(converted).eos_token_ids == load_config(path).eos_token_ids
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
