@@ -728,8 +728,12 @@ def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path
         load_checkpoint(path, "bfloat16", versions=(CHECKPOINT,))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", [AWQ, NVFP4, "Q4_K"])
+SLOW = (AWQ, "gptq:int4-32-f16-zero", NVFP4, "Q4_K")
+
+
+@pytest.mark.parametrize(
+    "source", [GPTQ, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+)
 def test_a_conversion_keeps_zeros_global_scales_and_blocks_of_blocks(source, directory, tmp_path):
     if source in FORMATS:
         path = written(directory, source)
