@@ -159,6 +159,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"marker aot: {missing}")
 
 
+MOST_PROGRAMS = 400
+"""That stay in a process of tests: each has about 40 memory maps, of which Linux allows 65,530, and
+XLA does not survive it where there is none left."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_programs() -> Iterator[list[bool]]:
     """A program of an engine is compiled when it is called first, and once for all engines of this
@@ -178,6 +183,8 @@ def shared_programs() -> Iterator[list[bool]]:
         def keep(self, key: Any, compiled: Any) -> None:
             if shares[-1]:
                 held[self._path(key).name] = compiled
+            if len(held) > MOST_PROGRAMS:
+                del held[next(iter(held))]  # the oldest one
 
     def of(spec: Any, arrays: Any, device: Any) -> Shared | None:
         if is_interpreted():
