@@ -56,6 +56,8 @@ class Task:
     """Tokens of each answer of a job."""
     memory: int = 0
     """Bytes that the process may take, so that moejax leaves experts in the file; 0: no limit."""
+    text: str = ""
+    """A file int32[n] with the tokens of a text; empty: tokens are random."""
 
     def jobs(self) -> list[list[int]]:
         """The job's prompts, of 32 to 96 tokens."""
@@ -71,6 +73,8 @@ class Task:
         return self._drawn(1, (self.prompt,))
 
     def _drawn(self, stream: int, shape: tuple[int, ...]) -> np.ndarray:
+        if self.text:
+            return np.resize(np.roll(np.load(self.text), -1000 * stream), shape)
         random = np.random.default_rng((SEED, stream))
         return random.integers(self.vocabulary, size=shape).astype(np.int32)
 

@@ -39,6 +39,9 @@ in bfloat16 too.
 --quality adds, in stages of one GGUF file, how far each engine's distributions and logits are from
 those of the same file dequantized to float32 (by moejax).
 
+--model DIR takes a checkpoint in bfloat16 of OLMoE, Qwen3 or Qwen3.5 instead of the random one.
+With --text FILE the tokens are those of a text, by its tokenizer.
+
 `floor` is the time of reading the bytes of a step at the memory's measured rate: weights, states,
 KV, and the experts that its tokens choose if all are equally likely.
 A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
@@ -73,7 +76,8 @@ import numpy as np
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import median_interval
-from scripts.bench.peer_engines import PROCESS, Task, log_softmax
+from moejax.requests.tokenizer import load_tokenizer
+from scripts.bench.peer_engines import ARCHITECTURES, PROCESS, Task, log_softmax
 from scripts.parts.big_checkpoint import write_checkpoint
 from scripts.parts.cgroup import drop_pages, memory_group
 from scripts.parts.commands import new_parser, positive, refusing
@@ -188,6 +192,8 @@ DENSE = "moejax"
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     stages = args.stages.split(",")
+    if args.text and not args.model:
+        raise UserError("--text needs --model, whose tokenizer it is read by")
     if not set(stages) <= STAGES.keys():
         raise UserError(f"stages are {', '.join(STAGES)}")
     positive(args, "layers", "rounds", "threads", "prompt", "context", "answer")
@@ -215,6 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--quality", action="store_true", help="logits beside those of the file in float32")
     add("--dense", action="store_true", help="bytes a second beside those of bfloat16")
     add("--experts-only", action="store_true", help="GGUF files have only experts in codes")
+    add("--model", metavar="DIR", help="a checkpoint in bfloat16 (default: a random one)")
+    add("--text", metavar="FILE", help="gives the tokens (default: random ones)")
     add("--layers", type=int, default=4, help="of the model's 16 or 40 (default: %(default)s)")
     add("--batch", default="1,8", metavar="N,…", help="of decode steps (default: %(default)s)")
     add("--job", type=int, default=0, metavar="N", help="prompts, instead of steps")
@@ -270,8 +278,15 @@ def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str
 def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator[str]:
     """The lines that the stage prints: how it ran, agreement, the table."""
     tasks: dict[str, Task] = {}
-    model, fields = model_of(stage, args.layers)
-    said = [f"{stage}: {args.layers} layers of {model}, {args.threads} threads each"]
+    model, fields = model_of(stage, args.layers, args.model)
+    layers = fields["num_hidden_layers"]
+    said = [f"{stage}: {layers} layers of {model}, {args.threads} threads each"]
+    named, text = directory / f"{model}-{layers}", ""
+    if args.text:
+        if (tokenizer := load_tokenizer(args.model)) is None:
+            raise UserError(f"{args.model} has no tokenizer, which --text needs")
+        text = f"{named}-text.npy"
+        np.save(text, np.array(tokenizer.encode(Path(args.text).read_text()), np.int32))
     for name in engines_of(
         stage,
         args.without.split(","),
@@ -281,7 +296,7 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
     ):
         base, _, arithmetic = name.partition(" --arithmetic ")
         tasks[name] = Task(
-            str(model_file(args, base, directory / f"{model}-{args.layers}", fields)),
+            str(model_file(args, base, named, fields)),
             fields["vocab_size"],
             batch=32 if args.job else max(map(int, args.batch.split(","))),
             context=args.context,
@@ -292,6 +307,7 @@ def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator
             dtype="auto" if name == DENSE else args.dtype,
             job=args.job,
             answer=args.answer,
+            text=text,
         )
     for share in (int(each.removesuffix("%")) for each in args.memory.split(",")):
         for name, task in tasks.items():
@@ -355,8 +371,15 @@ def worker_of(args: argparse.Namespace, name: str, task: Task) -> Iterator[Worke
         yield stack.enter_context(contextlib.closing(Worker(name, python, task, group, peak)))
 
 
-def model_of(stage: str, layers: int) -> tuple[str, dict[str, Any]]:
-    """The name of the stage's model, and its config.json with so many layers."""
+def model_of(stage: str, layers: int, directory: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name of the stage's model, and its config.json with so many layers; or of the checkpoint
+    in a directory."""
+    if directory is not None:
+        fields = json.loads(Path(directory, "config.json").read_text())
+        if fields["model_type"] not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UserError(f"{directory} is a {fields['model_type']}; --model takes {known}")
+        return Path(directory).resolve().name, fields
     if stage != "hybrid":
         return "olmoe", OLMOE | {"num_hidden_layers": layers}
     every = min(layers, 4)
@@ -373,11 +396,13 @@ def model_file(
     - `checkpoint`: its folder, and how the names of other files begin.
     - `fields`: of config.json.
     """
-    write_checkpoint(checkpoint, fields)
+    source = checkpoint if args.model is None else Path(args.model)
+    if args.model is None:
+        write_checkpoint(checkpoint, fields)
     if not name.startswith("llama.cpp") and name.split()[-1] not in ("all", "experts"):
-        return checkpoint
+        return source
     whole = checkpoint.with_name(f"{checkpoint.name}-BF16.gguf")
-    write_gguf(args.llama_python, checkpoint, whole)
+    write_gguf(args.llama_python, source, whole)
     kind, *rest = name.split()[1:]
     if kind == "BF16":
         return whole

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
+from moejax.requests.tokenizer import load_tokenizer
 from scripts.bench.peer_engines import MoejaxEngine, Task, answered
-from scripts.bench.peers import STAGES, case_rows, deviation, engines_of
+from scripts.bench.peers import STAGES, case_rows, deviation, engines_of, main, model_of
 from scripts.parts import cgroup
 from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
@@ -37,6 +38,35 @@ def test_rates_of_coded_weights_are_beside_that_of_bfloat16():
         "moejax",
     ]
     assert engines_of("bf16", ("transformers",), dense=True) == ["moejax", "llama.cpp BF16"]
+
+
+def test_tokens_are_those_of_a_text(tmp_path):
+    np.save(path := tmp_path / "text.npy", np.arange(5000, dtype=np.int32))
+    task = Task("", 8192, batch=3, context=60, steps=3, prompt=8, text=str(path))
+    assert np.array_equal(task.decoded(), np.arange(3 * 64).reshape(3, 64))
+    assert np.array_equal(task.prefilled(), np.arange(1000, 1008))
+
+
+def test_models_and_texts_that_are_refused(tmp_path, capsys):
+    assert main(["--text", "x"]) == 2 and "--text needs --model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    with pytest.raises(UserError, match="is a mixtral; --model takes olmoe, qwen3_moe"):
+        model_of("q8_0", 4, str(tmp_path))
+
+
+@NATIVE
+@pytest.mark.slow
+def test_a_given_checkpoint_is_measured_with_a_given_text(demo_dir, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the model of the experts " * 20)
+    given = ["--model", str(demo_dir), "--text", str(tmp_path / "text.txt")]
+    few = ["--batch", "2", "--context", "16", "--prompt", "16", "--rounds", "1", "--block", "0.1"]
+    alone = ["--without", "llama.cpp,transformers", "--keep", str(tmp_path)]
+    assert main([*given, *few, *alone]) == 0
+    said = capsys.readouterr().out
+    assert f"bf16: 4 layers of {demo_dir.name}" in said and "decode 2  moejax" in said
+    ids = np.load(tmp_path / f"{demo_dir.name}-4-text.npy")
+    assert (tokenizer := load_tokenizer(demo_dir)) is not None
+    assert ids.tolist() == tokenizer.encode((tmp_path / "text.txt").read_text())
 
 
 @NATIVE
