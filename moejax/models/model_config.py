@@ -368,8 +368,13 @@ class ModelConfig:
         return self.latent_width or self.hidden_size
 
     @property
-    def xla_only(self) -> str | None:
-        """What of the experts only XLA computes; None: nothing."""
+    def beyond_kernels(self) -> str | None:
+        """What of the experts no kernel for a GPU computes; None: nothing."""
+        return "experts of latent values" if self.latent_width else None
+
+    @property
+    def beyond_packing(self) -> str | None:
+        """What of the experts only XLA computes if residents are packed; None: nothing."""
         if self.expert_bias:
             return "biases of experts"
         if self.ungated:

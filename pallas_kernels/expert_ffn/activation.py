@@ -28,6 +28,9 @@ class ClampedSwiGLU:
     alpha: float
     shift: float = 1.0
 
+    def __str__(self) -> str:
+        return f"swiglu {self.limit:g} {self.alpha:g} {self.shift:g}"
+
 
 Activation = str | ClampedSwiGLU
 """A name of ACTIVATIONS, or a gating that is more than an activation of the gate."""

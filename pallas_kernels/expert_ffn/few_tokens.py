@@ -25,8 +25,6 @@ from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, combine_beh
 from pallas_kernels.expert_ffn.operands import ExpertBatch
 from pallas_kernels.expert_ffn.tile import (
     DOWN,
-    GATE,
-    UP,
     Memory,
     Record,
     Tile,
@@ -186,19 +184,20 @@ def gate_up_of(
         rows = [jnp.minimum(pairs // k, tokens - 1) for pairs in tiles]
 
         def add(planes: list[Plane], depth: int, totals: list) -> list:
-            (start, end, _), _ = planes
-            gate, up = (plane.weights().T for plane in planes)
+            (start, end, _), *_ = planes
+            every = [plane.weights().T for plane in planes]
             xs = [read_rows(batch.x, row, start, depth, end) for row in rows]
             return [
-                (a + plgpu.dot(x, gate), b + plgpu.dot(x, up))
-                for x, (a, b) in zip(xs, totals, strict=True)
+                [a + plgpu.dot(x, weights) for a, weights in zip(of_x, every, strict=True)]
+                for x, of_x in zip(xs, totals, strict=True)
             ]
 
-        zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
-        totals = record.sum((GATE, UP), column, tile, add, [(zero, zero)] * len(tiles))
-        for i, (a, b) in enumerate(totals):
-            gate, up = record.add_bias(GATE, column, a), record.add_bias(UP, column, b)
-            h = activation(gate, up).astype(h_ref.dtype)
+        matrices = record.first
+        zeros = [jnp.zeros((ROWS, tile.columns), jnp.float32)] * len(matrices)
+        totals = record.sum(matrices, column, tile, add, [zeros] * len(tiles))
+        for i, of_x in enumerate(totals):
+            sums = [record.add_bias(m, column, a) for m, a in zip(matrices, of_x, strict=True)]
+            h = activation(sums[0], sums[-1]).astype(h_ref.dtype)
             write_rows(h_ref, span(first + i * ROWS, ROWS), column, h)
 
     _for_expert(compute, place, expert, memory, formats, batch)

@@ -19,8 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.expert_ffn.activation import Gating
 from pallas_kernels.expert_ffn.tile import (
     DOWN,
-    GATE,
-    UP,
     Memory,
     Record,
     Tile,
@@ -166,20 +164,21 @@ def _gate_up(
     def compute(record: Record, n: jax.Array, column: jax.Array, pairs: jax.Array) -> None:
         rows = jnp.minimum(pairs, groups.order.shape[0] - 1) // slots
 
-        def add(planes: list[Plane], depth: int, totals: tuple) -> tuple:
-            (start, end, gate), (_, _, up) = planes
-            a, b = totals
+        def add(planes: list[Plane], depth: int, totals: list) -> list:
+            (start, end, _), *_ = planes
             x = read_rows(x_ref, rows, start, depth, end)
-            if record.lossy:
-                return a + plgpu.dot(gate(), x.T), b + plgpu.dot(up(), x.T)
-            return a + plgpu.dot(x, gate().T), b + plgpu.dot(x, up().T)
+
+            def product(weights: jax.Array) -> jax.Array:
+                return plgpu.dot(weights, x.T) if record.lossy else plgpu.dot(x, weights.T)
+
+            return [a + product(plane.weights()) for a, plane in zip(totals, planes, strict=True)]
 
         shape = (tile.columns, ROWS) if record.lossy else (ROWS, tile.columns)
-        zero = jnp.zeros(shape, jnp.float32)
-        a, b = record.sum((GATE, UP), column, tile, add, (zero, zero))
-        axis = 0 if record.lossy else 1
-        gate, up = record.add_bias(GATE, column, a, axis), record.add_bias(UP, column, b, axis)
-        h = activation(gate, up).astype(h_ref.dtype)
+        matrices, axis = record.first, 0 if record.lossy else 1
+        zeros = [jnp.zeros(shape, jnp.float32)] * len(matrices)
+        totals = record.sum(matrices, column, tile, add, zeros)
+        sums = [record.add_bias(m, column, a, axis) for m, a in zip(matrices, totals, strict=True)]
+        h = activation(sums[0], sums[-1]).astype(h_ref.dtype)
         write_rows(h_ref, span(n * ROWS, ROWS), column, h.T if record.lossy else h)
 
     _for_tile(compute, memory, formats, groups, width, tile.columns)

@@ -111,6 +111,11 @@ class Record:
         self._at, self._fmt = at, fmt
 
     @property
+    def first(self) -> tuple[int, ...]:
+        """The matrices whose products with x are gated: GATE and UP, or UP, which is both."""
+        return (GATE, UP) if self._fmt.gated else (UP,)
+
+    @property
     def lossy(self) -> bool:
         """Whether weights are unpacked from codes, in registers. wgmma takes only its left operand
         from registers; the right one must be in shared memory."""
@@ -126,7 +131,7 @@ class Record:
     ) -> Any:
         """Calls add(planes, depth, totals) for each part of the summed axis and returns the totals.
 
-        - `matrices`: (GATE, UP) or (DOWN,). `planes` has the same indices of each.
+        - `matrices`: `first` or (DOWN,). `planes` has the same indices of each.
         - `across`: the first of the tile's results.
 
         Dense and lossless records have the same parts in the same order, so the same bits.
@@ -174,7 +179,8 @@ class Record:
         fmt, (rows, columns) = self._fmt, shape
         if fmt.version == "lossless12":
             return read_lossless(self._elements, fmt, matrix, row, column, shape)
-        at = self._at(pl.ds(matrix * fmt.width + row, rows), pl.ds(column, columns))
+        first, _ = fmt.parts[MATRICES[matrix]]
+        at = self._at(pl.ds(first + row, rows), pl.ds(column, columns))
         mask = None
         if fmt.width % rows:
             mask = jnp.broadcast_to((span(row, rows) < fmt.width)[:, None], shape)

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.records.format import RecordFormat
-from pallas_kernels.records.tile import DOWN, read_exact_planes, span
+from pallas_kernels.records.format import MATRICES, RecordFormat
+from pallas_kernels.records.tile import DOWN, ExactPlane, read_exact_planes, span
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 CHUNK = 16384
@@ -157,11 +157,16 @@ def _decode_tile(fmt: RecordFormat) -> tuple[int, int]:
 
 
 def _decoded_chunks(fmt: RecordFormat) -> list[int]:
-    """Tiles of codes of gate, up and down."""
+    """Tiles of codes of a record's matrices, then those of its biases, if it has any."""
     rows, columns = _decode_tile(fmt)
     across = pl.cdiv(fmt.width, rows) * (fmt.hidden // fmt.planes // columns)
     down = pl.cdiv(pl.cdiv(fmt.width, fmt.planes), rows) * (fmt.hidden // columns)
-    return [across, across, down]
+    biases = pl.cdiv(_bias_rows(fmt), rows) * (fmt.hidden // columns)
+    return [*[across] * (len(fmt.matrices) - 1), down, *[biases] * fmt.biases]
+
+
+def _bias_rows(fmt: RecordFormat) -> int:
+    return sum(map(fmt.bias_rows, fmt.matrices))
 
 
 def _elements(store, layer, expert, row, column, mask):
@@ -173,19 +178,34 @@ def _decode(read, fmt, arena, start, rows_per_row, chunk):
     """Decodes one tile of codes of a record into the dense record that begins at arena row
     `start`. The tiles write disjoint weights."""
     rows, columns = _decode_tile(fmt)
-    for matrix, tiles in enumerate(_decoded_chunks(fmt)):
-        width = fmt.hidden if matrix == DOWN else fmt.hidden // fmt.planes
-        tile = chunk - sum(_decoded_chunks(fmt)[:matrix])
+    for number, tiles in enumerate(_decoded_chunks(fmt)):
+        biases = number == len(fmt.matrices)
+        matrix = None if biases else MATRICES.index(fmt.matrices[number])
+        width = fmt.hidden if matrix in (None, DOWN) else fmt.hidden // fmt.planes
+        tile = chunk - sum(_decoded_chunks(fmt)[:number])
 
         @pl.when((tile >= 0) & (tile < tiles))
-        def _(matrix=matrix, width=width, tile=tile):
+        def _(number=number, matrix=matrix, width=width, tile=tile):
             row = lax.div(tile, width // columns) * rows
             column = lax.rem(tile, width // columns) * columns
             shape = rows, columns
-            for plane in read_exact_planes(read, fmt, matrix, row, column, shape):
-                weight_row = matrix * fmt.width + plane.row
+            if matrix is None:
+                planes = [_biases(read, fmt, row, column, shape)]
+            else:
+                planes = read_exact_planes(read, fmt, matrix, row, column, shape)
+            for plane in planes:
+                weight_row = number * fmt.width + plane.row
                 at, first = start + weight_row * rows_per_row, plane.column
                 if rows_per_row > 1:  # else Triton would not see that `first` is a multiple
                     at, first = at + lax.div(first, arena.shape[1]), lax.rem(first, arena.shape[1])
                 target = arena.at[at, span(first, columns)[None, :]]
                 plgpu.store(target, plane.bits, mask=plane.mask)
+
+
+def _biases(read, fmt, row, column, shape) -> ExactPlane:
+    """A tile of the rows of biases, which are the last of both records."""
+    rows, (first, _) = span(row, shape[0])[:, None], fmt.parts[f"{fmt.matrices[0]}_bias"]
+    mask = None
+    if _bias_rows(fmt) % shape[0]:
+        mask = jnp.broadcast_to(rows < _bias_rows(fmt), shape)
+    return ExactPlane(rows, column, read(first + rows, span(column, shape[1])[None, :], mask), mask)

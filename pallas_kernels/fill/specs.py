@@ -22,6 +22,8 @@ class TransitSpec:
     width: int
     experts: int = 4
     layers: int = 2
+    biases: bool = False
+    gated: bool = True
 
 
 TRANSIT_SPECS = (
@@ -29,9 +31,11 @@ TRANSIT_SPECS = (
     TransitSpec(40, 10, layers=3),
     TransitSpec(96, 320),
     TransitSpec(2112, 8, experts=2),
+    TransitSpec(40, 90, biases=True),
+    TransitSpec(2112, 8, experts=2, biases=True, gated=False),
 )
 """Planes that tiles divide; where 4 divides neither I nor a power of two D; several tiles of codes
-of rows and of columns."""
+of rows and of columns; biases; experts of two matrices."""
 
 SPECS = (
     Spec((12,)),

@@ -4,10 +4,10 @@
     2. copies down of the missing experts, beside gate_up of those;
     3. expert_down of all.
 
-The link is busy throughout 1 and 2, and only one product comes after it. Records that are not dense
-are copied whole in 1. The programs that copy come first in each grid. Copying and computing
-programs need no synchronisation: each launch computes what the one before has copied. Tiles, and so
-the bits, are those of expert_ffn.
+The link is busy throughout 1 and 2, and only one product comes after it. Records that are not
+dense, and those with biases, which lie behind down, are copied whole in 1. The programs that copy
+come first in each grid. Copying and computing programs need no synchronisation: each launch
+computes what the one before has copied. Tiles, and so the bits, are those of expert_ffn.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def _launch(memory, h, batch, fills, *, config, formats, activation, late):
 
 def _part(fmt: RecordFormat, late: bool) -> tuple[int, int]:
     """The first row and the rows of a record that one of the launches copies."""
-    first = fmt.parts["down"][0] if fmt.version == "dense" else fmt.rows
+    apart = fmt.version == "dense" and not fmt.biases
+    first = fmt.parts["down"][0] if apart else fmt.rows
     return (first, fmt.rows - first) if late else (0, first)
 
 
@@ -203,8 +204,8 @@ def _late(
     tiles of h of the filled experts in turns.
 
     Writes: one program writes a chunk of down of a filled cell, and one program a tile of h. Reads:
-    gate and up of these cells, which the launch before has copied. Records that are not dense have
-    nothing left to copy.
+    gate and up of these cells, which the launch before has copied. Nothing is left of records that
+    it copied whole.
     """
     block, program = pl.program_id(0), pl.program_id(1)
     _copy((block, program), shares, batch, memory, fills, arena)

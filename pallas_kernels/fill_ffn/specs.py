@@ -19,6 +19,8 @@ class Spec:
     layers: int = 2
     versions: tuple[str, ...] = ()
     """Versions of the experts, in turn; empty: dense."""
+    biases: bool = False
+    gated: bool = True
 
 
 SPECS = (
@@ -34,7 +36,10 @@ SPECS = (
     Spec(17, hits=2, fills=4, hidden=64, width=32, versions=("int8", "int4")),
     Spec(5, hits=3, fills=3, hidden=64, width=32, versions=("dense", "dense")),
     Spec(5, hits=2, fills=2, hidden=64, width=32, versions=("fp8-32x16-f32", "fp4-32-e8m0")),
+    Spec(17, hits=2, fills=4, hidden=64, width=96, versions=("fp4-32-e8m0",), biases=True),
+    Spec(17, hits=2, fills=4, versions=("dense",), biases=True),
+    Spec(17, hits=2, fills=4, versions=("dense",), gated=False),
 )
 """Some of each, all hits, all filled, all read through, two blocks of tokens, the other dtype,
 sizes that tiles do not divide, records of several chunks, no routed token (tokens 0: only padding)
-and versions: codes, two that are dense, formats of checkpoints."""
+and versions: codes, two that are dense, formats of checkpoints; biases, two matrices."""

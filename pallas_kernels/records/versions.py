@@ -46,7 +46,7 @@ def why_no_kernel(versions: Sequence[str], also: str | None = None) -> dict[str,
     """Op → why its kernel does not run with these versions. Kernels read one format for gate, up
     and down.
 
-    - `also`: what else of the experts only XLA computes, such as biases; None: nothing.
+    - `also`: what else of the experts only XLA computes; None: nothing.
     """
 
     def is_read(encodings: list[Encoding]) -> bool:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.expert_ffn import Activation
 from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
@@ -56,7 +57,7 @@ class ModelShape:
     block_size: int
     window: int | None
     """The sliding window of some or all layers; None: no layer has one."""
-    activation: str
+    activation: Activation
     dtype: str
     qk_norm: bool = True
     """Whether kv_write normalises the heads of queries and keys."""
@@ -81,6 +82,10 @@ class ModelShape:
     """Tokens of the vocabulary; 0: nothing is sampled."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
     """The versions of experts, by number: in a cell, in the store."""
+    biases: bool = False
+    """Whether experts have biases."""
+    gated: bool = True
+    """Whether experts have three matrices; False: two."""
     states: tuple[StateShape, ...] = ()
     """Of a layer with state; (): no layer has one."""
     state_page: tuple[int, int] = (0, 0)

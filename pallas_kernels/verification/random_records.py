@@ -28,8 +28,8 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
     shape = count, rows, fmt.hidden
     matrix, _, kind = name.partition("_")
     size = (fmt.width if matrix == "down" else fmt.hidden) ** -0.5  # gate and up sum over D
-    if kind == "":
-        values = (count, rows * 2 // fmt.itemsize, fmt.hidden)
+    if kind in ("", "bias"):
+        values, size = (count, rows * 2 // fmt.itemsize, fmt.hidden), size if kind == "" else 1.0
         weights = jax.lax.bitcast_convert_type(draw(seed, values, fmt.dtype, size), jnp.uint16)
         return weights.reshape(shape)
     encoding = fmt.encodings.get(matrix)

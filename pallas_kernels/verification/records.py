@@ -77,7 +77,7 @@ class _Records:
     """
 
     def __init__(self, shape: ModelShape, least: int):
-        size = shape.hidden, shape.width, shape.dtype
+        size = shape.hidden, shape.width, shape.dtype, shape.biases, shape.gated
         self.shape, self.wide = shape, least > 0
         self.formats = tuple(
             VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size))
@@ -104,6 +104,7 @@ class _Records:
         self.what = f"{self.formats[0].cell.rows}x{d}{offsets}"
         if not dense:
             self.what = f"{3 * shape.width}x{d} {', '.join(names)}{offsets}"
+        self.what += " biases" * shape.biases + " two matrices" * (not shape.gated)
 
     def bits(self) -> tuple[jax.Array, ...]:
         """The records of each version."""

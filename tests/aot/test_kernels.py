@@ -78,8 +78,9 @@ kernel of a step spills where each expert may have a cell (test_steps). The part
 tokens of a gated delta net fill the registers of some cards."""
 
 
-def check_program(check, card, spilled=0):
-    """Compiles a check's kernels; spilled: bytes that they may, beside SPILLED."""
+def check_program(check, card, spilled=0, bits=128):
+    """Compiles a check's kernels; spilled: bytes that they may, beside SPILLED; bits: of their
+    widest loads."""
     program, kernels = compile_check(check, card)
     assert program.copies(min_bytes=64 * MiB) == program.host_copies(min_bytes=64 * MiB) == []
     if check.arena is not None:
@@ -97,7 +98,7 @@ def check_program(check, card, spilled=0):
         assert kernel.shared_bytes <= kib * 1024, name
         assert kernel.spill_bytes <= max(spilled, of_class), name
         assert kernel.registers <= 255, name
-        assert kernel.load_bits()[128] > 0 or re.match(NARROW, name), name
+        assert max(kernel.load_bits()) >= bits or re.match(NARROW, name), name
         # The approximate instructions are wrong for angles of many turns.
         assert "cos.approx" not in kernel.ptx and "sin.approx" not in kernel.ptx, name
         # Rounded where the reference rounds; below compute capability 9 a product is an fma of −0.
@@ -158,6 +159,23 @@ def test_records_of_every_format(versions, card):
     ):
         check = named(start_checks(card, MODELS[0], versions), name)
         check_program(check, card, spilled=512 if mixed else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "card", [pytest.param(card, marks=[pytest.mark.nightly] * (card != "h200")) for card in CARDS]
+)
+def test_experts_of_gpt_oss(card):
+    """Biases beside MXFP4. With 16 rows at once beside 4, a few values are spilled. Of 2880 columns
+    no more than 16 elements of codes are a tile, whose loads are narrower with 8 warps."""
+    for name in (
+        r"expert_ffn .* swiglu 7 1.702 1 top 4 tokens 192 rows 64",
+        r"expert_ffn .* combined tokens 32",
+        r"fill_ffn .* tokens 16 rows 16",
+    ):
+        versions = (("fp4-32-e8m0", "fp4-32-e8m0"),)
+        check = named(start_checks(card, "gpt-oss-20b", versions), name)
+        check_program(check, card, spilled=64, bits=64 if "rows 64" in name else 128)
 
 
 @pytest.mark.nightly

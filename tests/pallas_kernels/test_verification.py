@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import OPS, resolve_ops
+from pallas_kernels.expert_ffn import ClampedSwiGLU
 from pallas_kernels.gated_delta import DeltaShape
 from pallas_kernels.mosaic import why_not_mosaic
 from pallas_kernels.rms_norm import api, reference
@@ -130,13 +131,29 @@ def test_versions_that_are_filled_by_a_kernel_alone_are_not_checked_together():
     assert len(small_checks(coded, **wanted)) == 8
 
 
+OF_GPT_OSS = dataclasses.replace(
+    SMALL,
+    width=96,
+    versions=(("fp4-32-e8m0", "fp4-32-e8m0"),),
+    biases=True,
+    activation=ClampedSwiGLU(7.0, 1.702),
+)
+OTHERS = (
+    *((op, dataclasses.replace(SMALL, versions=VERSIONS)) for op in RECORD_OPS),
+    *((op, OF_GPT_OSS) for op in ("expert_ffn", "fill_ffn")),
+    *((op, dataclasses.replace(SMALL, gated=False)) for op in ("expert_ffn", "fill_ffn")),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "op",
-    ["move", *(pytest.param(op, marks=pytest.mark.nightly) for op in RECORD_OPS if op != "move")],
+    ("op", "shape"),
+    [
+        pytest.param(*each, id=f"{each[0]}-{n}", marks=[pytest.mark.nightly] * (each[0] != "move"))
+        for n, each in enumerate(OTHERS)
+    ],
 )
-def test_kernels_of_other_versions_pass_their_checks(op):
-    shape = dataclasses.replace(SMALL, versions=VERSIONS)
+def test_kernels_of_other_experts_pass_their_checks(op, shape):
     few = [check for check in small_checks(shape, **{op: "pallas"}) if "offsets" not in check.key]
     few = [check for check in few if "tokens 32" not in check.key and "tokens 64" not in check.key]
     errors = {check.key: (check.error(jax.devices()[0]), check.tolerance) for check in few}

@@ -171,10 +171,10 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             dtype=model.dtype,
             no_kernel=without_kernel(config)
             | apart(options.transfer.driver.name, formats)
-            | why_no_kernel(versions, config.xla_only)
+            | why_no_kernel(versions, config.beyond_kernels)
             | dict(device.declined),
             # Residents that the queue unpacks are matrices alone, without biases.
-            no_native=why_no_native(versions, config.xla_only if packed else None)
+            no_native=why_no_native(versions, config.beyond_packing if packed else None)
             | without_native(config),
             no_mosaic=without_mosaic(config, model.dtype, layout, formats),
             shared_kib=device.shared_kib,

@@ -1,5 +1,7 @@
 """What a start decides from the model and the ops, before anything is allocated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from moejax.start.decide.shapes import (
 )
 from moejax.step.programs import StepKeys
 from pallas_kernels import resolve_ops
+from pallas_kernels.records.versions import why_no_kernel
 from tests.moejax.models.families import config_of
 
 
@@ -35,6 +38,16 @@ def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture
     config = parse_config(config_of(architecture))
     assert decodes_in_buckets(config, gpu_ops(config, ops)) is expected
     assert prefills_in_buckets(config, gpu_ops(config, ops)) is expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "latent"), [("GptOss", 0), ("NemotronH", 0), ("NemotronH", 16)]
+)
+def test_kernels_compute_experts_with_biases_and_of_two_matrices(architecture, latent):
+    config = parse_config(config_of(f"{architecture}ForCausalLM"))
+    config = dataclasses.replace(config, latent_width=latent)
+    found = why_no_kernel(("dense", "fp4-32-e8m0"), config.beyond_kernels)
+    assert ("expert_ffn" in found) == bool(latent) == (found != {})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """expert_ffn against float64 on the weights that numpy decodes, from cells and from the store."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -158,22 +157,27 @@ def check(spec, implementation, activation="silu"):
         x = wide(c.x)[np.arange(len(flat)) // spec.top_k]
         want = wide(c.y)
         for e in c.active:
-            count, mine = 3 if spec.gated else 2, flat == e
-            *gate, up, down = np.split(wide(c.weights[e])[: count * spec.width], count)
-            gate = gate[0] if spec.gated else up
-            gate, up = x[mine] @ gate.T, x[mine] @ up.T
-            biases = np.zeros(spec.hidden)
-            if spec.biases:
-                rows = wide(c.weights[e])[count * spec.width :]
-                one = -(-spec.width // spec.hidden)
-                *of_gate, of_up, biases = np.split(rows, [one, 2 * one][: count - 1])
-                of_gate = of_gate[0] if spec.gated else of_up
-                gate += of_gate.reshape(-1)[: spec.width]
-                up += of_up.reshape(-1)[: spec.width]
-            hidden = gated(activation, gate, up)
-            want[mine] = wide(hidden.astype(c.x.dtype)) @ down + biases
+            mine = flat == e
+            want[mine] = ffn(spec, c.weights[e], x[mine], c.x.dtype, activation)
         close("expert_ffn", spec.dtype, got, want)
         same_bits(np.asarray(got)[flat == spec.experts], c.y[flat == spec.experts])
+
+
+def ffn(spec, weights, x, dtype, activation):
+    """float64[T, D] of an expert."""
+    count = 3 if spec.gated else 2
+    *gate, up, down = np.split(wide(weights)[: count * spec.width], count)
+    gate = gate[0] if spec.gated else up
+    gate, up = x @ gate.T, x @ up.T
+    biases = np.zeros(spec.hidden)
+    if spec.biases:
+        rows = wide(weights)[count * spec.width :]
+        one = -(-spec.width // spec.hidden)
+        *of_gate, of_up, biases = np.split(rows, [one, 2 * one][: count - 1])
+        of_gate = of_gate[0] if spec.gated else of_up
+        gate += of_gate.reshape(-1)[: spec.width]
+        up += of_up.reshape(-1)[: spec.width]
+    return wide(gated(activation, gate, up).astype(dtype)) @ down + biases
 
 
 def gated(activation, gate, up):
@@ -189,6 +193,11 @@ CLAMPED = ClampedSwiGLU(1.5, 1.702)
 
 def check_clamped(spec, implementation):
     check(spec, implementation, CLAMPED)
+
+
+def check_squared(spec, implementation):
+    """Where gate is up, a ReLU makes a square."""
+    check(spec, implementation, "relu")
 
 
 def activations(implementation):
@@ -407,13 +416,14 @@ CONTRACTS = (
     ),
     Contract(
         "expert_ffn of two matrices",
-        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "cpu")},
+        {name: api.IMPLEMENTATIONS[name] for name in ("xla", "pallas", "cpu")},
         [
             Spec(17, "float32", width=100, hidden=40, versions=("dense",), gated=False),
             Spec(3, "bfloat16", "one", versions=("int8", "lossless12", "int4"), gated=False),
             Spec(9, "bfloat16", versions=(("dense", "lossless12"),), biases=True, gated=False),
+            Spec(33, "bfloat16", "one", row_tile=64, versions=("dense", "int4"), gated=False),
         ],
-        functools.partial(check, activation="relu"),
+        check_squared,
     ),
     Contract(
         "expert_ffn of few tokens over versions",

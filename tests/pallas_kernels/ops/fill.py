@@ -53,7 +53,8 @@ def check_in_transit(spec, implementation, places=None):
     """Every expert once, in turns of three versions: lossless12 in the store and dense in its cell,
     int4, dense. places: of the versions' layers in their stores."""
     versions = (("dense", "lossless12"), "int4", "dense")
-    of_versions = formats(versions, spec.hidden, spec.width, "bfloat16", places)
+    more = {"biases": spec.biases, "gated": spec.gated}
+    of_versions = formats(versions, spec.hidden, spec.width, "bfloat16", places, **more)
     rng, layer = np.random.default_rng(0), spec.layers - 1
     cell = max(f.cell.rows for f in of_versions) + GAP
     arena = np.full((spec.experts * cell + GAP, spec.hidden), contract.POISON, np.uint16)

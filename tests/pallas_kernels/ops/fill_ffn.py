@@ -12,7 +12,7 @@ from pallas_kernels.fill_ffn.specs import SPECS, Spec
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
 from tests.pallas_kernels.encoded import formats, records
-from tests.pallas_kernels.ops.expert_ffn import decoded
+from tests.pallas_kernels.ops.expert_ffn import decoded, ffn
 
 GAP = 2
 """Rows of the arena between two cells, which nobody may touch."""
@@ -63,7 +63,8 @@ class Case:
 
 
 def _formats(spec):
-    return formats(spec.versions or ("dense",), spec.hidden, spec.width, spec.dtype)
+    more = {"biases": spec.biases, "gated": spec.gated}
+    return formats(spec.versions or ("dense",), spec.hidden, spec.width, spec.dtype, **more)
 
 
 def case(spec, seed) -> Case:
@@ -135,10 +136,8 @@ def check(spec, implementation):
         flat, x = c.ids.reshape(-1), wide(c.x)[np.arange(c.ids.size) // spec.top_k]
         want = wide(c.y)
         for e in c.active:
-            gate, up, down = np.split(wide(c.weights[e].astype(c.x.dtype)), 3)
-            mine, products = flat == e, (x[flat == e] @ gate.T, x[flat == e] @ up.T)
-            hidden = products[0] / (1 + np.exp(-products[0])) * products[1]
-            want[mine] = wide(hidden.astype(c.x.dtype)) @ down
+            mine = flat == e
+            want[mine] = ffn(spec, c.weights[e].astype(c.x.dtype), x[mine], c.x.dtype, "silu")
         close("expert_ffn", spec.dtype, y, want)
         same_bits(np.asarray(y)[flat == spec.experts], c.y[flat == spec.experts])
 
