@@ -157,8 +157,8 @@ def test_what_begins_with_a_trace_has_one(played):
 def test_a_grid_of_conversations_goes_on_and_is_reported(played):
     again = moejax.ablate(GRID, played.directory, progress=False)
     assert again.rows == played.rows
-    (table,) = tables_of(read_results(played.directory))
-    assert table.title.startswith(BURSTS)
+    table, beside = tables_of(read_results(played.directory))
+    assert table.title.startswith(BURSTS) and beside.title == "Over lru with the same seed"
     # Splits that are held, then policies that move the line.
     assert [row[:2] for row in table.rows[:2]] == [("lru", "25%"), ("lru", "50%")]
     assert {row[0] for row in table.rows[2:]} == {*GRID["policies"][1:]}
