@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import re
 import shutil
@@ -92,6 +93,7 @@ OPTIONS = {
     "bfloat16": {"dtype": "bfloat16", "eviction": "lfru", "expert_budget": "30%"},
 }
 ZERO, NVFP4, MXFP4 = "int4-16-bf16-zero", "fp4-16-e4m3divf32", "fp4-32-e8m0"
+MODELOPT = "modelopt:fp4-16-e4m3xf32"
 ONE_OF_EACH = (FP8, "int4-16-bf16", ZERO, "int8-32-bf16", AWQ, GPTQ, NVFP4, MXFP4)
 
 
@@ -343,6 +345,39 @@ def gptq_weights(table, qweight, qzeros, scales, g_idx):
     return (scales[g_idx] * (codes - zeros[g_idx])).T.float()
 
 
+def matrix_of(record, fmt, matrix):
+    """float32[out, in]: a matrix of an expert's record."""
+    first = MATRICES.index(matrix) * fmt.width
+    decoded = np.asarray(decode(np.asarray(record), fmt)[first : first + fmt.width])
+    return np.ascontiguousarray(decoded.T if matrix == "down" else decoded)
+
+
+def modelopt_weights(weight, weight_scale, weight_scale_2, input_scale):
+    """As NVIDIA's modelopt does it, which is not installed: NVFP4QTensor.dequantize of 0.47.0
+    (modelopt/torch/quantization/qtensor/nvfp4_tensor.py, lines 350 to 408). Its table has 0 for
+    the code of −0."""
+    import torch
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.stack([weight & 15, weight >> 4], -1).reshape(len(weight), -1, 16)
+    scales = weight_scale.float() * weight_scale_2
+    return (values[codes.long()] * scales[..., None]).reshape(len(weight), -1)
+
+
+def test_modelopts_weights_with_any_number_for_the_whole_matrix(directory):
+    """compressed_tensors, which divides by its inverse, agrees at powers of two alone."""
+    path = written(directory, MODELOPT)
+    loaded, wholes = load_checkpoint(path, "float32", versions=(CHECKPOINT,)), set()
+    (records,), (fmt,) = loaded.store.arrays.values(), loaded.store.layouts.values()
+    for layer, expert, matrix, stored in experts_of(path):
+        found = matrix_of(records[layer, expert], fmt, matrix) + np.float32(0)
+        wanted = modelopt_weights(**stored).numpy()
+        np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+        wholes.add(float(stored["weight_scale_2"]))
+    assert all(math.frexp(whole)[0] != 0.5 for whole in wholes)
+    loaded.store.delete()
+
+
 QUICK = (FP8, ZERO, AWQ, "gptq:int4-32-f16-zero")
 
 
@@ -372,9 +407,7 @@ def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp
     ((_, records),) = loaded.store.arrays.items()
     (fmt,) = loaded.store.layouts.values()
     for layer, expert, matrix, stored in experts_of(path):
-        rows = slice((n := MATRICES.index(matrix)) * fmt.width, (n + 1) * fmt.width)
-        decoded = np.asarray(decode(np.asarray(records[layer, expert]), fmt)[rows])
-        found = np.ascontiguousarray(decoded.T if matrix == "down" else decoded)
+        found = matrix_of(records[layer, expert], fmt, matrix)
         wanted = library_weights(table, stored).contiguous().numpy()
         np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
     loaded.store.delete()
@@ -571,7 +604,7 @@ SOURCES = {
     "zero": ZERO,
     "awq": AWQ,
     "gptq": GPTQ,
-    "modelopt": "modelopt:fp4-16-e4m3xf32",
+    "modelopt": MODELOPT,
 }
 
 
