@@ -189,7 +189,7 @@ def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypat
     monkeypatch.setattr(moejax.start.decide.start_plan, "second_of", other_bits)
     run_before = tmp_path / "run"
     with placed("queue", f"{STATED},predict=gates", trace=run_before) as llm:
-        delay(llm)
+        delay(llm, 4e-3)
         wanted = run(llm, mixed_jobs()[:3], check=False)
         stats = llm.stats()["placement"]
         assert not stats["same_bits"] and stats["experts"] > 0
