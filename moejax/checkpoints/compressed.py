@@ -265,7 +265,8 @@ def _config(plan: _Plan, fields: dict) -> bytes:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": [*others],
+        # A tied head is a Linear too, though the files have no tensor of it.
+        "ignore": [*others | {"lm_head": None}],
     }
     return json.dumps(fields, indent=2).encode()
 

@@ -17,6 +17,7 @@ from moejax.checkpoints.orbax.manifest import JOURNAL
 from moejax.checkpoints.shards import find_shards
 from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.models.config import load_config
 from tests.moejax.checkpoints.conversions import write_source
 
 
@@ -83,20 +84,21 @@ def test_nothing_of_an_unfinished_call_remains(demo_dir, tmp_path):
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "shard", "version"),
+    ("family", "shard", "version", "tied"),
     [
-        ("Qwen3Moe", "1GB", "int4"),
-        ("DeepseekV3", "100KB", "int4"),
-        ("Qwen3Moe", "1GB", "int8"),
+        ("Qwen3Moe", "1GB", "int4", False),
+        ("DeepseekV3", "100KB", "int4", False),
+        ("Qwen3Moe", "1GB", "int8", True),
     ],
 )
-def test_transformers_reads_the_same_weights(family, shard, version, tmp_path):
+def test_transformers_reads_the_same_weights(family, shard, version, tied, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.moejax.transformers_models import random_model
 
-    model = random_model(family, hidden_size=64, moe_intermediate_size=32)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    model = random_model(family, **sizes, tie_word_embeddings=tied)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size=shard)
     path = write_compressed(tmp_path / "dense", tmp_path / "model", version)
     experts = dense(path)
@@ -109,16 +111,20 @@ def test_transformers_reads_the_same_weights(family, shard, version, tmp_path):
         theirs = torch.cat([gate_up, down.transpose(1, 2)], 1).float().detach().numpy()
         assert np.array_equal(theirs, experts[number])
     wanted = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
-    mine = AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn.o_proj.weight
-    assert torch.equal(mine, wanted.to(torch.bfloat16))
+    read = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(read.model.layers[0].self_attn.o_proj.weight, wanted.to(torch.bfloat16))
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight)
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied
 
 
 @pytest.mark.parametrize(("version", "bits"), [("int4", 4), ("int8", 8)])
-def test_the_config_has_what_vllm_reads(version, bits, demo_dir, tmp_path):
-    """vLLM's CompressedTensorsConfig.from_config takes the keys `format`, `ignore` and
+def test_file_and_config_have_what_vllm_reads(version, bits, demo_dir, tmp_path):
+    """vLLM 0.33.0's CompressedTensorsConfig.from_config takes the keys `format`, `ignore` and
     `config_groups` (of each group `targets` and `weights`); the weight-only scheme of 4 and 8 bits
-    needs symmetric, static weights in groups or channels and no `input_activations`. No vLLM ran;
-    what its MoE layers load was not read in its source."""
+    needs symmetric, static weights in groups or channels and no `input_activations`. Tensors have
+    the names of RoutedExperts.build_expert_params_mapping (fused_moe/routed_experts.py, line 1162),
+    and dtypes and shapes of the parameters that CompressedTensorsWNA16MoEMethod.create_weights
+    makes (compressed_tensors_moe_wna16.py, lines 135 to 356), of which each takes a part."""
     path = write_compressed(demo_dir, tmp_path / "model", version)
     table = json.loads((path / "config.json").read_text())["quantization_config"]
     assert table["quant_method"] == "compressed-tensors"
@@ -135,14 +141,23 @@ def test_the_config_has_what_vllm_reads(version, bits, demo_dir, tmp_path):
         tensors = {name: (of.get_dtype(), of.get_shape()) for name, of in tensors.items()}
     plain = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
     matrices = {n for n in plain if len(tensors[f"{n}.weight"][1]) == 2}
-    assert {*table["ignore"]} == matrices  # whatever else is a Linear would be read as codes
-    packed = {n.removesuffix("_packed") for n in tensors if n.endswith(".weight_packed")}
-    assert packed and all(".mlp.experts." in name for name in packed)
-    for name in packed:
-        dtype, (rows, words) = tensors[f"{name}_packed"]
-        assert dtype == "I32"
-        assert tensors[f"{name}_scale"][1] == [rows, words * 32 // bits // 128]
-        assert tensors[f"{name}_shape"][1] == [2]
+    # Whatever else is a Linear would be read as codes, so would a head that has no tensor.
+    assert {*table["ignore"]} == matrices | {"lm_head"}
+    config = load_config(path)
+    hidden, width, factor = config.hidden_size, config.moe_intermediate_size, 32 // bits
+    shapes = {
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+    }
+    wanted = {}
+    for layer, expert in np.ndindex(config.num_hidden_layers, config.num_experts):
+        for matrix, (rows, columns) in shapes.items():
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
+            wanted[f"{name}_packed"] = ("I32", [rows, columns // factor])
+            wanted[f"{name}_scale"] = ("BF16", [rows, columns // 128])
+            wanted[f"{name}_shape"] = ("I64", [2])
+    assert {name: found for name, found in tensors.items() if ".experts." in name} == wanted
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path):
