@@ -337,8 +337,8 @@ void decode_attention(const Call& call, Any q, Any memory, Ints table, Ints leng
                       Int layer, Floats sinks, Ints windows, Int index, Numbers page, float scale,
                       ffi::Result<Any> out) {
   const Arena arena(memory);
-  const Attention c =
-      attention_of(q, arena, table, layer, sinks, windows, index, page, scale, *out);
+  Attention c = attention_of(q, arena, table, layer, sinks, windows, index, page, scale, *out);
+  c.split = kDecodeSplit;
   const int64_t rows = q.dimensions()[0];
   need(c.sequences == rows && is(lengths, {rows}), "lengths");
   std::vector<Queries> queries;

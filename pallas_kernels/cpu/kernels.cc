@@ -1567,7 +1567,7 @@ const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, quantize, integer_dots,
     integer_columns, widen, narrow, norm, activate,
-    delta, scan, scan_each, exponentials, attend, draw_row, rank_row,
+    delta, scan, scan_each, exponentials, attend, fold, attended, draw_row, rank_row,
 };
 
 }  // namespace moejax

@@ -106,6 +106,11 @@ static inline int64_t integer_columns_of(int64_t tokens) { return tokens > kFew 
 
 constexpr int64_t kSpan = 64;  // tokens that attention reduces at once, ascending (contract 1b)
 
+// Sums of rows over spans: totals, largest scores and masses of weights.
+struct AttendedSums {
+  float *total, *top, *mass;
+};
+
 // A span of keys and values of one KV head, for rows of queries that look at it. Each row's result so
 // far is taken on by the span.
 struct AttendedSpan {
@@ -113,13 +118,13 @@ struct AttendedSpan {
   int64_t head_dim, value_dim;
   const void *const *keys, *const *values;  // [kSpan], those in [from, to) are set
   int64_t from, to;
-  const void *const *next_keys, *const *next_values;  // to fetch meanwhile, in [next_from, next_to)
-  int64_t next_from, next_to;
+  const void* const* next;         // next_count pieces of memory to fetch meanwhile
+  int64_t next_count, next_bytes;
   float scale;
   int64_t rows;
   const int32_t *first, *end;      // [rows]: the keys that a row sees; none: the row is left alone
   const float* q;                  // packed, q_width apart
-  float* total;                    // in the order that `unpack` undoes, width apart
+  float* total;                    // in the order that `attended` undoes, width apart
   int64_t q_width, width;
   float *top, *mass;               // [rows]
   uint32_t* scratch;               // kSpan · (padded(head_dim) + padded(value_dim))
@@ -252,6 +257,9 @@ struct Kernels {
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
   void (*attend)(const AttendedSpan& span);
+  // The sums of rows, whose totals lie width apart, with those over later spans.
+  void (*fold)(int64_t rows, int64_t width, const AttendedSums& onto, const AttendedSums& more);
+  void (*attended)(Type kind, const float* total, int64_t n, float* out);  // n columns of a row's total
   void (*draw)(const DrawnRow& row);
   void (*rank)(const RankedRow& row);
 };

@@ -121,6 +121,10 @@ void copy_all(Pool& pool, const std::vector<Copy>& copies);
 
 // ---- paged_attention, of single queries (decode) and of chunks of them (prefill)
 
+// Spans of decode's splits: threads share a long sequence by them, and each reads the heads of a token
+// together.
+constexpr int64_t kDecodeSplit = 16;
+
 // What both have in common.
 struct Attention {
   Type type;
@@ -136,6 +140,7 @@ struct Attention {
   int64_t sequences, blocks;
   int64_t layer;
   void* out;            // [rows, heads · value_dim]
+  int64_t split;        // spans, counted from position 0, whose sums are folded into those before; 0: none
 };
 
 // Rows [first, first + count) of q are one sequence's queries at positions `position` and on.

@@ -9,7 +9,10 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kOpenRows = 64;     // (query, head) rows of a task, at most
+constexpr int64_t kOpenRows = 64;  // (query, head) rows of a task, at most
+// Bytes of a span that a task fetches ahead, at most: with those of the span before, half of a second
+// cache.
+constexpr int64_t kNear = 1 << 18;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Shape {
@@ -27,6 +30,8 @@ Shape shape_of(const Attention& c) {
 int64_t first_seen(const Attention& c, int64_t position) {
   return c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
 }
+
+int64_t split_of(const Attention& c, int64_t span) { return c.split ? span / c.split : 0; }
 
 void check(const Attention& c, const Shape& s, const Queries& q) {
   if (q.sequence < 0 || q.sequence >= c.sequences) {
@@ -49,54 +54,126 @@ void check(const Attention& c, const Shape& s, const Queries& q) {
 }
 
 // The rows that a task computes: of each of `heads` KV heads from `kv_head` on, `count`
-// (query, head) pairs from `first` on. Heads of a token lie side by side, so that a span of several
-// passes memory's pages once.
+// (query, head) pairs from `first` on, over spans [begin, end). Heads of a token lie side by side, so
+// that a span of several passes memory's pages once.
 struct Task {
   Queries queries;
   int64_t kv_head, heads, first, count;
+  int64_t begin, end;
+  float* parts;  // sums of all heads, one split after the other; null: the task has all splits
 };
 
-// One span for the rows of a task.
-struct Span {
-  const void *keys[kSpan], *values[kSpan];
-  int64_t from, to;  // those that are set
-  std::unique_ptr<Buffer<float>> wide;  // of float16 rows
-};
+int64_t size_of_sums(int64_t rows, int64_t width) { return rows * (width + 2); }
 
-void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& task, int64_t head,
-             int64_t start, int64_t from, int64_t to, Span& span) {
-  const bool widened = c.type == Type::F16;
-  span.from = from, span.to = to;
-  if (widened && !span.wide) span.wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
-  for (int64_t i = from; i < to;) {
-    const int64_t block = (start + i) / c.block_size, within = (start + i) % c.block_size;
-    const int64_t page = c.block_table[task.queries.sequence * c.blocks + block];
-    const int64_t row = page + c.layer * s.rows_per_layer + within * s.rows_per_token + head;
-    const int64_t row_size = c.head_dim * s.size, step = s.rows_per_token * row_size;
-    const char* key = reinterpret_cast<const char*>(c.arena) + row * row_size;
-    const char* value = key + (c.latent ? 0 : c.kv_heads) * row_size;
-    const int64_t stop = std::min(to, i + c.block_size - within);
-    for (; i < stop; i++, key += step, value += step) {
-      span.keys[i] = key, span.values[i] = value;
-      if (!widened) continue;
-      float *wide_key = &(*span.wide)[2 * i * c.head_dim], *wide_value = wide_key + c.head_dim;
-      k.widen(c.type, key, c.head_dim, wide_key);
-      k.widen(c.type, value, s.value_dim, wide_value);
-      span.keys[i] = wide_key, span.values[i] = wide_value;
+// Of rows from `first` on, in the memory of `rows`.
+AttendedSums sums_at(float* memory, int64_t rows, int64_t width, int64_t first = 0) {
+  float* top = memory + rows * width;
+  return {memory + first * width, top + first, top + rows + first};
+}
+
+void clear(const AttendedSums& sums, int64_t rows, int64_t width) {
+  std::fill(sums.total, sums.total + rows * width, 0.0f);
+  std::fill(sums.top, sums.top + rows, kNone);
+  std::fill(sums.mass, sums.mass + rows, 0.0f);
+}
+
+// Writes the results of rows; row_of(i) is theirs among (query, head) pairs.
+template <class F>
+void write(const Kernels& k, const Attention& c, const Shape& s, const AttendedSums& sums, int64_t rows,
+           int64_t width, const F& row_of) {
+  Buffer<float> result(s.value_dim);
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t row = row_of(i);
+    k.attended(s.kind, sums.total + i * width, s.value_dim, result.get());
+    float sum = sums.mass[i];
+    if (c.sinks) {
+      float sink = c.sinks[row % c.heads];
+      k.exponentials(&sink, sums.top[i] == kNone ? 0 : sums.top[i], 1);
+      sum += sink;
     }
+    if (sum == 0) sum = 1;
+    // Weights of 0 may have turned −0 to 0: which rows share a tile must not show.
+    for (int64_t j = 0; j < s.value_dim; j++) result[j] = result[j] / sum + 0.0f;
+    k.narrow(c.type, result.get(), s.value_dim, static_cast<char*>(c.out) + row * s.value_dim * s.size);
   }
 }
 
+// The tokens that rows of a task see of a span, counted from the span's first.
+struct Seen {
+  int64_t start, from, to;
+};
+
+Seen seen_of(const Attention& c, const Shape& s, const Task& task, int64_t span) {
+  const int64_t start = span * kSpan, first = task.queries.position + task.first / s.groups;
+  const int64_t last = task.queries.position + (task.first + task.count - 1) / s.groups;
+  return {start, std::max<int64_t>(first_seen(c, first) - start, 0), std::min(last + 1 - start, kSpan)};
+}
+
+// A span of tokens.
+struct Span {
+  Seen seen;
+  const char* tokens[kSpan];  // where the rows of those that are seen begin
+};
+
+void look_up(const Attention& c, const Shape& s, const Task& task, int64_t number, Span& span) {
+  const int64_t row_size = c.head_dim * s.size, step = s.rows_per_token * row_size;
+  const Seen seen = span.seen = seen_of(c, s, task, number);
+  for (int64_t i = seen.from; i < seen.to;) {
+    const int64_t block = (seen.start + i) / c.block_size, within = (seen.start + i) % c.block_size;
+    const int64_t page = c.block_table[task.queries.sequence * c.blocks + block];
+    const char* token = reinterpret_cast<const char*>(c.arena) +
+                        (page + c.layer * s.rows_per_layer) * row_size + within * step;
+    const int64_t stop = std::min(seen.to, i + c.block_size - within);
+    for (; i < stop; i++, token += step) span.tokens[i] = token;
+  }
+}
+
+// Keys and values of one KV head.
+struct Rows {
+  const void *keys[kSpan], *values[kSpan];
+  std::unique_ptr<Buffer<float>> wide;  // of float16
+
+  void set(const Kernels& k, const Attention& c, const Shape& s, const Span& span, int64_t head) {
+    const int64_t row_size = c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * row_size;
+    const char* const* tokens = span.tokens;
+    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
+      keys[i] = tokens[i] + head * row_size, values[i] = tokens[i] + head * row_size + apart;
+    }
+    if (c.type != Type::F16) return;
+    if (!wide) wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
+    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
+      float *wide_key = &(*wide)[2 * i * c.head_dim], *wide_value = wide_key + c.head_dim;
+      k.widen(c.type, keys[i], c.head_dim, wide_key), k.widen(c.type, values[i], s.value_dim, wide_value);
+      keys[i] = wide_key, values[i] = wide_value;
+    }
+  }
+};
+
+// What a task reads of a span, in the order of memory. Heads in turn would be asked for in short
+// streams, of which memory gives half as much.
+struct Pieces {
+  const void* begin[2 * kSpan];
+  int64_t count = 0, bytes = 0;
+
+  void set(const Attention& c, const Shape& s, const Task& task, const Span& span) {
+    const int64_t row_size = c.head_dim * s.size, first = task.kv_head * row_size;
+    const bool whole = task.heads * (c.latent ? 1 : 2) == s.rows_per_token;
+    count = 0, bytes = (whole ? s.rows_per_token : task.heads) * row_size;
+    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
+      begin[count++] = span.tokens[i] + first;
+      if (!whole) begin[count++] = span.tokens[i] + first + c.kv_heads * row_size;
+    }
+  }
+};
+
 void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& task) {
   const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim);
-  const int64_t n = task.heads * task.count;
-  Buffer<float> q(n * q_width), total(n * width), numbers(2 * n), result(s.value_dim);
+  const int64_t n = task.heads * task.count, size = size_of_sums(n, width);
+  const int64_t first_split = split_of(c, first_seen(c, task.queries.position) / kSpan);
+  const bool several = split_of(c, task.begin) < split_of(c, task.end - 1);
+  Buffer<float> q(n * q_width), own(task.parts ? 0 : several ? 2 * size : size);
   Buffer<uint32_t> scratch(kSpan * (q_width + width));
   Buffer<int32_t> seen(2 * task.count);
-  float *top = numbers.get(), *mass = top + n;
-  std::fill(total.get(), total.get() + n * width, 0.0f);
-  std::fill(top, top + n, kNone);
-  std::fill(mass, mass + n, 0.0f);
   // (row of q, head) of a row, position of a pair.
   const auto head_of = [&](int64_t i) {
     const int64_t pair = task.first + i % task.count;
@@ -110,56 +187,60 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
     k.pack(c.type, row, c.head_dim, q.get() + i * q_width);
   }
+  const AttendedSums all = sums_at(own.get(), n, width);
+  AttendedSums sums = all;
   Span spans[2];
-  const int64_t earliest = first_seen(c, position_of(0)), last = position_of(task.count - 1);
-  // Spans are passed one after the other, each by all heads.
-  const int64_t first_span = earliest / kSpan, spans_seen = last / kSpan - first_span + 1;
-  const auto look = [&](int64_t turn) {
-    const int64_t start = (first_span + turn / task.heads) * kSpan;
-    const int64_t from = std::max<int64_t>(earliest - start, 0);
-    const int64_t to = std::min(last + 1 - start, kSpan);
-    look_up(k, c, s, task, task.kv_head + turn % task.heads, start, from, to, spans[turn % 2]);
-  };
-  look(0);
-  const int64_t turns = spans_seen * task.heads;
-  for (int64_t turn = 0; turn < turns; turn++) {
-    const Span &span = spans[turn % 2], &next = spans[(turn + 1) % 2];
-    AttendedSpan a = {};
-    a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
-    a.keys = span.keys, a.values = span.values, a.from = span.from, a.to = span.to;
-    if (turn + 1 < turns) look(turn + 1);
-    if (turn + 1 < turns && c.type != Type::F16) {  // widened rows have been read
-      // Latent values are a part of keys.
-      a.next_keys = next.keys, a.next_values = c.latent ? nullptr : next.values;
-      a.next_from = next.from, a.next_to = next.to;
+  Rows rows;
+  Pieces ahead;
+  look_up(c, s, task, task.begin, spans[0]);
+  ahead.set(c, s, task, spans[0]);
+  for (int64_t i = 0; i < ahead.count; i++) {
+    for (int64_t at = 0; at < ahead.bytes; at += 64) {
+      __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at, 0, 2);
     }
-    const int64_t start = (first_span + turn / task.heads) * kSpan;
+  }
+  for (int64_t number = task.begin; number < task.end; number++) {
+    const int64_t split = split_of(c, number);
+    const bool starts = number == task.begin || split > split_of(c, number - 1);
+    if (starts && task.parts) {
+      float* memory = task.parts + (split - first_split) * size_of_sums(c.heads, width);
+      sums = sums_at(memory, c.heads, width, head_of(0) % c.heads);
+    } else if (starts && number > task.begin) {
+      if (sums.total != all.total) k.fold(n, width, all, sums);
+      sums = sums_at(own.get() + size, n, width);
+    }
+    if (starts) clear(sums, n, width);
+    const Span &span = spans[(number - task.begin) % 2];
+    Span &next = spans[(number - task.begin + 1) % 2];
+    const Seen& now = span.seen;
+    ahead.count = 0;
+    if (number + 1 < task.end) {
+      look_up(c, s, task, number + 1, next);
+      ahead.set(c, s, task, next);
+    }
     for (int64_t i = 0; i < task.count; i++) {
       const int64_t position = position_of(i);
-      seen[i] = std::max<int64_t>(first_seen(c, position) - start, 0);
-      seen[task.count + i] = std::min(position + 1 - start, kSpan);
+      seen[i] = std::max<int64_t>(first_seen(c, position) - now.start, 0);
+      seen[task.count + i] = std::min(position + 1 - now.start, kSpan);
     }
-    const int64_t row = turn % task.heads * task.count;  // the head's first
-    a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
-    a.q = q.get() + row * q_width, a.total = total.get() + row * width;
-    a.q_width = q_width, a.width = width, a.top = top + row, a.mass = mass + row;
-    a.scratch = scratch.get();
-    k.attend(a);
-  }
-  for (int64_t i = 0; i < n; i++) {
-    k.unpack(s.kind, total.get() + i * width, s.value_dim, result.get());
-    float sum = mass[i];
-    if (c.sinks) {
-      float sink = c.sinks[head_of(i) % c.heads];
-      k.exponentials(&sink, top[i] == kNone ? 0 : top[i], 1);
-      sum += sink;
+    for (int64_t head = 0; head < task.heads; head++) {
+      rows.set(k, c, s, span, task.kv_head + head);
+      const int64_t row = head * task.count, piece = ahead.count * head / task.heads;
+      AttendedSpan a = {};
+      a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
+      a.keys = rows.keys, a.values = rows.values, a.from = now.from, a.to = now.to;
+      a.next = ahead.begin + piece, a.next_bytes = ahead.bytes;
+      a.next_count = ahead.count * (head + 1) / task.heads - piece;
+      a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
+      a.q = q.get() + row * q_width, a.total = sums.total + row * width;
+      a.q_width = q_width, a.width = width, a.top = sums.top + row, a.mass = sums.mass + row;
+      a.scratch = scratch.get();
+      k.attend(a);
     }
-    if (sum == 0) sum = 1;
-    // Weights of 0 may have turned −0 to 0: which rows share a tile must not show.
-    for (int64_t j = 0; j < s.value_dim; j++) result[j] = result[j] / sum + 0.0f;
-    char* out = static_cast<char*>(c.out) + head_of(i) * s.value_dim * s.size;
-    k.narrow(c.type, result.get(), s.value_dim, out);
   }
+  if (task.parts) return;
+  if (sums.total != all.total) k.fold(n, width, all, sums);
+  write(k, c, s, all, n, width, head_of);
 }
 
 }  // namespace
@@ -167,28 +248,62 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
 void attend(Pool& pool, const Kernels& k, const Attention& c,
             const std::vector<Queries>& queries) {
   const Shape s = shape_of(c);
-  std::vector<Task> tasks;
-  int64_t work = 0;
-  // KV heads of a task, and rows: fewer where threads would wait for the last one.
-  const int64_t pairs = c.kv_heads * static_cast<int64_t>(queries.size());
-  const int64_t wanted = 2 * pool.threads();
-  const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, c.kv_heads);
+  const int64_t width = padded(s.value_dim), size = size_of_sums(c.heads, width);
+  const auto first_split = [&](const Queries& q) { return split_of(c, first_seen(c, q.position) / kSpan); };
+  // Splits are tasks of their own where a query is alone: rows of several tokens are tasks enough.
+  const auto splits_of = [&](const Queries& q) {
+    return q.count > 1 ? 1 : split_of(c, q.position / kSpan) - first_split(q) + 1;
+  };
+  int64_t work = 0, splits = 0;
   for (const Queries& q : queries) {
     check(c, s, q);
     work += (q.position + q.count - first_seen(c, q.position)) * q.count * c.heads * c.head_dim;
+    splits += splits_of(q);
+  }
+  // KV heads of a task, splits and rows: fewer where threads would wait for the last one.
+  const int64_t wanted = 2 * pool.threads(), pairs = c.kv_heads * splits;
+  const int64_t near = std::max<int64_t>(kNear / (kSpan * 2 * c.head_dim * s.size), 1);
+  const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, std::min(c.kv_heads, near));
+  const int64_t even = (c.kv_heads + most - 1) / most, run = (splits - 1) / (2 * wanted) + 1;
+  int64_t parted = 0;
+  for (const Queries& q : queries) parted += splits_of(q) > run ? splits_of(q) : 0;
+  Buffer<float> parts(parted * size);
+  float* sums = parts.get();
+  std::vector<Task> tasks, folds;
+  for (const Queries& q : queries) {
     const int64_t all = q.count * s.groups;
     int64_t open = kOpenRows;
     while (open > kTokens && pairs * ((all + open - 1) / open) < wanted) open /= 2;
-    const int64_t together = std::clamp<int64_t>(open / all, 1, most);
-    for (int64_t head = 0; head < c.kv_heads; head += together) {
-      const int64_t heads = std::min(together, c.kv_heads - head);
-      for (int64_t first = 0; first < all; first += open) {
-        tasks.push_back({q, head, heads, first, std::min(open, all - first)});
+    const int64_t together = std::clamp<int64_t>(open / all, 1, (c.kv_heads + even - 1) / even);
+    const bool apart = splits_of(q) > run;
+    for (int64_t first = 0; first < all; first += open) {
+      const int64_t count = std::min(open, all - first);
+      const int64_t begin = first_seen(c, q.position + first / s.groups) / kSpan;
+      const int64_t end = (q.position + (first + count - 1) / s.groups) / kSpan + 1;
+      for (int64_t from = begin, to; from < end; from = to) {
+        to = apart ? std::min(end, (split_of(c, from) + run) * c.split) : end;
+        for (int64_t head = 0; head < c.kv_heads; head += together) {
+          const int64_t heads = std::min(together, c.kv_heads - head);
+          tasks.push_back({q, head, heads, first, count, from, to, apart ? sums : nullptr});
+        }
       }
     }
+    if (!apart) continue;
+    for (int64_t head = 0; head < c.kv_heads; head++) {
+      folds.push_back({q, head, 1, 0, s.groups, first_split(q), first_split(q) + splits_of(q), sums});
+    }
+    sums += splits_of(q) * size;
   }
-  parallel(pool, static_cast<int64_t>(tasks.size()), work,
-           [&](int64_t i) { compute(k, c, s, tasks[i]); });
+  parallel(pool, static_cast<int64_t>(tasks.size()), work, [&](int64_t i) { compute(k, c, s, tasks[i]); });
+  parallel(pool, static_cast<int64_t>(folds.size()), parted * c.heads * width, [&](int64_t i) {
+    const Task& t = folds[i];
+    const int64_t head = t.kv_head * s.groups;
+    const AttendedSums all = sums_at(t.parts, c.heads, width, head);
+    for (int64_t split = 1; split < t.end - t.begin; split++) {
+      k.fold(s.groups, width, all, sums_at(t.parts + split * size, c.heads, width, head));
+    }
+    write(k, c, s, all, s.groups, width, [&](int64_t j) { return t.queries.first * c.heads + head + j; });
+  });
 }
 
 }  // namespace moejax

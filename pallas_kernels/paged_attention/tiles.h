@@ -20,7 +20,10 @@ constexpr int kTileVectors = 3;
 constexpr int kTileVectors = 2;
 #endif
 constexpr int64_t kFewRows = 8;  // of no more, values are multiplied where they lie
+constexpr int64_t kFewWidth = 128;  // numbers of a query that the compiler counts on then
 constexpr int kStep = 4;  // words that a tile passes between two steps of an Ahead
+// While a row's scores become weights, and while some keys of few rows turn.
+constexpr int kSoftenSteps = 2, kTurnSteps = 4;
 
 template <Type kind>
 constexpr bool in_pairs() {
@@ -42,28 +45,36 @@ INLINE vf add_word(vf total, vu w, uint32_t word) {
   return total + as_float(w) * splat(as_float(word));
 }
 
-// Asks for lines of rows [at, end), some at each step.
+// Asks for lines of rows, some at each step. The first cache has room for few requests: of more at once
+// the processor forgets some, or waits.
 struct Ahead {
   const void* const* rows;
-  int64_t at, end, bytes, each, place = 0;
-  Ahead(const void* const* all, int64_t first, int64_t last, int64_t size, int64_t steps)
-      : rows(all), at(first), end(all ? last : first), bytes(size),
-        each(((last - first) * ((size + 63) / 64) + steps - 1) / steps) {}
+  int64_t at = 0, end, bytes, each, place = 0;
+  Ahead(const void* const* all, int64_t count, int64_t size, int64_t steps)
+      : rows(all), end(count), bytes(size), each((count * ((size + 63) / 64) + steps - 1) / steps) {}
+  INLINE void ask() {
+    __builtin_prefetch((const char*)rows[at] + place, 0, 3);
+    place += 64;
+    if (place >= bytes) place = 0, at++;
+  }
   INLINE void step() {
     if (at == end) return;
-    for (int64_t i = 0; i < each && at < end; i++) {
-      __builtin_prefetch((const char*)rows[at] + place, 0, 2);
-      place += 64;
-      if (place >= bytes) place = 0, at++;
-    }
+    for (int64_t i = 0; i < each && at < end; i++) ask();
+  }
+  // A kStep-th of a step.
+  INLINE void step(int64_t part) {
+    for (int64_t i = part; i < each && at < end; i += kStep) ask();
   }
 };
 
 // What products multiply: get(u, w) gives the C vectors of word u. C is a multiple of `unit`, at most
-// `most`; `rows` pass at once.
+// `most`; `rows` pass at once. fine: whether memory is the limit, so that it is asked for a few lines at a
+// time.
 
+template <bool few>
 struct Panel {  // [word][vector][L]
-  static constexpr int unit = 1, most = kTileVectors, rows = kTileRows;
+  static constexpr int unit = 1, most = few ? 2 : kTileVectors, rows = few ? kFewRows : kTileRows;
+  static constexpr bool fine = few;
   const uint32_t* words;
   int64_t vectors;
   INLINE Panel from(int64_t vector) const { return {words + vector * L, vectors}; }
@@ -74,11 +85,20 @@ struct Panel {  // [word][vector][L]
   }
 };
 
-// Rows of bfloat16: the even words of 2·L, and the odd ones. Pairs are of two rows, parted anew by each
+// Pairs of the elements of two rows of bfloat16: of each 8 columns the first four in out[0].
+INLINE void join_rows(vu a, vu b, vu* out) {
+#ifdef __AVX512BF16__
+  out[0] = (vu)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  out[1] = (vu)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+
+// Rows of bfloat16: the even words of 2·L, and the odd ones. Pairs are of two rows, joined anew by each
 // tile: few vectors, and all rows of a token.
 template <bool pairs>
 struct Lying {
   static constexpr int unit = 2, most = pairs ? 2 : kTileVectors / 2 * 2, rows = pairs ? kFewRows : kTileRows;
+  static constexpr bool fine = pairs;
   const void* const* values;
   int64_t at;
   INLINE Lying from(int64_t vector) const { return {values, at + vector * L}; }
@@ -89,7 +109,7 @@ struct Lying {
       const auto row = [&](int64_t i) { return load<vu>((const uint16_t*)values[i] + at + c * 2 * L); };
       if constexpr (pairs) {
         const vu a = row(2 * u), b = row(2 * u + 1);
-        w[2 * c] = (a & 0xffffu) | (b << 16), w[2 * c + 1] = (a >> 16) | (b & 0xffff0000u);
+        join_rows(a, b, w + 2 * c);
       } else {
         const vu both = row(u);
         w[2 * c] = both << 16, w[2 * c + 1] = both & 0xffff0000u;
@@ -101,12 +121,20 @@ struct Lying {
 // a [row][word], words [from, to) of which count.
 struct Factors {
   const uint32_t* words;
-  int64_t stride, from, to;
+  int64_t from, to, stride;
+};
+
+// With a stride that the compiler knows: eight rows need one register then.
+template <int64_t size>
+struct Dense {
+  const uint32_t* words;
+  int64_t from, to;
+  static constexpr int64_t stride = size;
 };
 
 // out[t][lane] += Σ_u a[t][u] · b[u][lane], u ascending, for T rows and C vectors of lanes.
-template <bool pairs, int T, int C, class Words>
-INLINE void product(const Factors& a, int64_t row, const Words& b, float* out, int64_t stride, bool onto,
+template <bool pairs, int T, int C, class Rows, class Words>
+INLINE void product(const Rows& a, int64_t row, const Words& b, float* out, int64_t stride, bool onto,
                     Ahead& ahead) {
   const uint32_t* words = a.words + row * a.stride;
   const int64_t a_stride = a.stride, to = a.to;
@@ -125,9 +153,12 @@ INLINE void product(const Factors& a, int64_t row, const Words& b, float* out, i
   };
   int64_t u = a.from;
   for (; u + kStep <= to; u += kStep) {
-    ahead.step();
+    if (!Words::fine) ahead.step();
 #pragma GCC unroll 4
-    for (int i = 0; i < kStep; i++) add(u + i);
+    for (int i = 0; i < kStep; i++) {
+      if (Words::fine) ahead.step(i);
+      add(u + i);
+    }
   }
   for (; u < to; u++) add(u);
   for (int t = 0; t < T; t++) {
@@ -148,8 +179,8 @@ INLINE int64_t steps_of(int64_t rows, int64_t words, int64_t lanes) {
 }
 
 // Some vectors of lanes, and all rows.
-template <bool pairs, class Words>
-void products(int64_t rows, const Factors& a, const Words& b, int64_t vectors, float* out, int64_t stride,
+template <bool pairs, class Rows, class Words>
+void products(int64_t rows, const Rows& a, const Words& b, int64_t vectors, float* out, int64_t stride,
               bool onto, Ahead& ahead) {
   for (int64_t v = 0, tile; v < vectors; v += tile) {
     tile = tile_of(vectors - v, Words::most);
@@ -167,19 +198,29 @@ void products(int64_t rows, const Factors& a, const Words& b, int64_t vectors, f
 // L vectors of words, turned.
 INLINE void turn(vu* v) {
 #if defined(__AVX512F__) && MOEJAX_LANES == 16
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+  }
+  // b[i + j]: words j, 4 + j, 8 + j and 12 + j of rows i to i + 3.
 #pragma GCC unroll 4
-  for (int s = 1; s < 16; s *= 2) {
-    const __mmask16 high = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(s));
-    const __m512i first = _mm512_mask_add_epi32(lane, high, lane, _mm512_set1_epi32(16 - s));
-    const __m512i second =
-        _mm512_mask_add_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(s)), high, lane, _mm512_set1_epi32(16));
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-      if (i & s) continue;
-      const __m512i a = (__m512i)v[i], b = (__m512i)v[i + s];
-      v[i] = (vu)_mm512_permutex2var_epi32(a, first, b);
-      v[i + s] = (vu)_mm512_permutex2var_epi32(a, second, b);
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {  // of each two 128 bits the first, or the second
+      const auto half = [&](int i) {
+        return odd ? _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd) : _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+      };
+      const __m512i upper = half(j), lower = half(8 + j);
+      v[4 * odd + j] = (vu)_mm512_shuffle_i32x4(upper, lower, 0x88);
+      v[4 * odd + 8 + j] = (vu)_mm512_shuffle_i32x4(upper, lower, 0xdd);
     }
   }
 #elif defined(__AVX2__) && MOEJAX_LANES == 8
@@ -221,7 +262,7 @@ INLINE void words_of(const void* row, int64_t at, int64_t n, vu* out) {
 // panel[word][key] of L · vectors keys of a span, from one on. whole: all keys are set, and their words
 // are whole vectors.
 template <Type kind, bool whole>
-void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
+void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel, Ahead& ahead) {
   constexpr int parts = kind == Type::BF16 ? 1 : 2;
   for (int64_t key = first; key < first + vectors * L; key += L) {
     const void* rows[L];
@@ -231,6 +272,9 @@ void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* 
     uint32_t* out = panel + key - first;
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
       vu v[2][L];
+      if (s.rows < kTileRows) {  // most of the time goes here
+        for (int i = 0; i < kTurnSteps; i++) ahead.step();
+      }
       for (int64_t i = 0; i < L; i++) {
         vu mine[2] = {};
         if (whole || rows[i]) words_of<kind>(rows[i], at, whole ? at + 2 * L : s.head_dim, mine);
@@ -266,8 +310,7 @@ void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t*
       row(key, at, a);
       if constexpr (in_pairs<kind>()) {
         row(key + 1, at, b);
-        a[1] = (a[0] >> 16) | (b[0] & 0xffff0000u);
-        a[0] = (a[0] & 0xffffu) | (b[0] << 16);
+        join_rows(a[0], b[0], a);
       } else if constexpr (kind == Type::BF16) {
         a[1] = a[0] & 0xffff0000u, a[0] = a[0] << 16;
       }
@@ -346,51 +389,99 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
 template <Type kind>
 void attend_as(const AttendedSpan& s) {
   constexpr bool pairs = in_pairs<kind>(), can_lie = kind == Type::BF16;
-  constexpr int64_t kAtOnce = 64, size = kind == Type::BF16 ? 2 : 4;
+  constexpr int64_t kAtOnce = 64;
   constexpr int64_t weights = pairs ? kSpan / 2 : kSpan;  // words
   const auto whole = [](int64_t n) { return (n + 2 * L - 1) / (2 * L) * (2 * L); };
   const int64_t columns = whole(s.value_dim), words = whole(s.head_dim) / (pairs ? 2 : 1);
   const bool set = s.from == 0 && s.to == kSpan, whole_keys = set && s.head_dim % (2 * L) == 0;
   const bool all = seen_by_all(s), lie = can_lie && all && s.rows <= kFewRows && columns == s.value_dim &&
                                           (!pairs || set);
-  Ahead next_keys(s.next_keys, s.next_from, s.next_to, s.head_dim * size,
-                  steps_of<Panel>(s.rows, words, kSpan));
-  Ahead next_values(s.next_values, s.next_from, s.next_to, s.value_dim * size,
-                    lie ? steps_of<Lying<pairs>>(s.rows, weights, columns)
-                        : steps_of<Panel>(s.rows, weights, columns));
+  const bool few = pairs && s.rows <= kFewRows && s.q_width == kFewWidth;
+  const int64_t turned = s.rows < kTileRows ? kSpan / L * (whole(s.head_dim) / (2 * L)) * kTurnSteps : 0;
+  const int64_t steps = turned + s.rows * kSoftenSteps +
+                        (few ? steps_of<Panel<true>>(s.rows, words, kSpan)
+                             : steps_of<Panel<false>>(s.rows, words, kSpan)) +
+                        (lie ? steps_of<Lying<pairs>>(s.rows, weights, columns)
+                             : steps_of<Panel<false>>(s.rows, weights, columns));
+  Ahead ahead(s.next, s.next_count, s.next_bytes, steps);
   alignas(64) float scores[kAtOnce * kSpan];
   // 0 times such a value is NaN: rows must not meet values that they do not see.
   const bool alone = !all && !is_finite<kind>(s);
   const int64_t at_once = alone ? 1 : kAtOnce;
   for (int64_t row = 0; row < s.rows; row += at_once) {
     const int64_t count = least(at_once, s.rows - row);
-    const Factors q = {(const uint32_t*)(s.q + row * s.q_width), s.q_width, 0, words};
+    const uint32_t* q = (const uint32_t*)(s.q + row * s.q_width);
     for (int64_t key = 0, vectors; key < kSpan; key += vectors * L) {
       vectors = tile_of((kSpan - key) / L, kTileVectors);
-      if (whole_keys) turn_keys<kind, true>(s, key, vectors, s.scratch);
-      else turn_keys<kind, false>(s, key, vectors, s.scratch);
-      products<pairs>(count, q, Panel{s.scratch, vectors}, vectors, scores + key, kSpan, false, next_keys);
+      if (whole_keys) turn_keys<kind, true>(s, key, vectors, s.scratch, ahead);
+      else turn_keys<kind, false>(s, key, vectors, s.scratch, ahead);
+      float* out = scores + key;
+      if constexpr (pairs) {
+        if (few) {
+          const Panel<true> panel = {s.scratch, vectors};
+          products<pairs>(count, Dense<kFewWidth>{q, 0, words}, panel, vectors, out, kSpan, false, ahead);
+          continue;
+        }
+      }
+      const Panel<false> panel = {s.scratch, vectors};
+      products<pairs>(count, Factors{q, 0, words, s.q_width}, panel, vectors, out, kSpan, false, ahead);
     }
     for (int64_t i = 0; i < count; i++) {
+      for (int j = 0; j < kSoftenSteps; j++) ahead.step();
       if (s.first[row + i] < s.end[row + i]) soften<pairs>(s, row + i, scores + i * kSpan);
       else memset(scores + i * kSpan, 0, kSpan * 4);
     }
     float* total = s.total + row * s.width;
     if constexpr (can_lie) {
       if (lie) {  // weights of other keys are 0
-        const Factors p = {(const uint32_t*)scores, kSpan, s.from, pairs ? weights : s.to};
-        products<pairs>(count, p, Lying<pairs>{s.values, 0}, columns / L, total, s.width, true, next_values);
+        const Dense<kSpan> p = {(const uint32_t*)scores, s.from, pairs ? weights : s.to};
+        products<pairs>(count, p, Lying<pairs>{s.values, 0}, columns / L, total, s.width, true, ahead);
         continue;
       }
     }
-    const Factors p = {(const uint32_t*)scores, kSpan, 0, weights};
+    const Dense<kSpan> p = {(const uint32_t*)scores, 0, weights};
     AttendedSpan seen = s;
     if (alone) seen.from = s.first[row], seen.to = s.end[row];
     for (int64_t at = 0, vectors; at < columns; at += vectors * L) {
       vectors = least(2 * kTileVectors, (columns - at) / L);
       lay_values<kind>(seen, at, vectors, s.scratch);
-      products<pairs>(count, p, Panel{s.scratch, vectors}, vectors, total + at, s.width, true, next_values);
+      products<pairs>(count, p, Panel<false>{s.scratch, vectors}, vectors, total + at, s.width, true, ahead);
     }
+  }
+}
+
+// Sums of a later split are added to those of rows. Not inlined: one code, one order of roundings.
+__attribute__((noinline)) void fold(int64_t rows, int64_t width, const AttendedSums& onto,
+                                    const AttendedSums& more) {
+  for (int64_t first = 0, count; first < rows; first += count) {
+    count = least(L, rows - first);
+    float kept[2 * L] = {}, *added = kept + L;
+    for (int64_t i = 0; i < count; i++) {
+      float& top = onto.top[first + i];
+      const float mine = top, other = more.top[first + i];
+      top = other > mine ? other : mine;
+      const float safe = top == -__builtin_inff() ? 0 : top;
+      kept[i] = mine - safe, added[i] = other - safe;
+    }
+    store(kept, exponential(load<vf>(kept))), store(added, exponential(load<vf>(added)));
+    for (int64_t i = 0; i < count; i++) {
+      float* total = onto.total + (first + i) * width;
+      const float *others = more.total + (first + i) * width, a = kept[i], b = added[i];
+      for (int64_t at = 0; at < width; at += L) {
+        store(total + at, unfused(load<vf>(total + at) * a) + load<vf>(others + at) * b);
+      }
+      float& mass = onto.mass[first + i];
+      mass = unfused(mass * a) + more.mass[first + i] * b;
+    }
+  }
+}
+
+// A row's total in the order of columns.
+void attended(Type kind, const float* total, int64_t n, float* out) {
+  if (kind != Type::BF16 || !in_pairs<Type::BF16>()) return unpack(kind, total, n, out);
+  for (int64_t c = 0; c < n; c++) {
+    const int64_t at = c / (2 * L) * (2 * L), i = c - at;
+    out[c] = total[at + i / 8 * 4 + i % 4 + i / 4 % 2 * L];
   }
 }
 

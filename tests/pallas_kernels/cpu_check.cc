@@ -700,7 +700,7 @@ void check_attention(const Kernels& k) {
   c.kv_heads = pick(1, 3), c.heads = c.kv_heads * pick(1, 5), c.head_dim = pick(1, 70);
   if (c.kv_heads == 1 && pick(0, 1)) c.latent = pick(1, c.head_dim);
   c.block_size = 16 << pick(0, 2), c.window = pick(0, 1) ? pick(1, 90) : 0, c.scale = 0.3f;
-  c.blocks = pick(1, 192 / c.block_size), c.sequences = 1;
+  c.blocks = pick(1, 192 / c.block_size), c.sequences = 1, c.split = pick(0, 2);
   const int64_t value_dim = c.latent ? c.latent : c.head_dim;
   const int64_t per_token = c.latent ? 1 : 2 * c.kv_heads, per_layer = per_token * c.block_size;
   const int64_t length = pick(1, c.blocks * c.block_size), count = pick(1, std::min<int64_t>(length, 70));
@@ -748,6 +748,11 @@ void check_attention(const Kernels& k) {
       }
     }
   }
+  const std::vector<char> all = out;
+  const int64_t size = c.heads * value_dim * size_of(c.type);
+  std::fill(out.begin(), out.end(), 0);
+  attend(pool, k, c, {{count - 1, 1, 0, length - 1}});
+  expect(std::equal(all.end() - size, all.end(), out.end() - size), "paged_attention: a lone query has other bits");
   table[0] = (int32_t)(c.kv_rows - per_layer * c.layer);
   if (!c.window) expect(refused(run), "an address");
 }

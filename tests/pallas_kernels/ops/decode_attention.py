@@ -87,10 +87,10 @@ def bits_of_latent_pages(implementation):
 def bits_of_longer_tables(implementation):
     """Rows of several splits, of which a wider table has room for more."""
     for dtype in contract.dtypes_of_bits(implementation):
-        spec = DecodeSpec((600, 257, 64), dtype, heads=2, kv_heads=1, max_length=600)
+        spec = DecodeSpec((1100, 257, 64), dtype, heads=2, kv_heads=1, max_length=1100)
         q, keys, values = case(spec, 0)
         want = run(spec, implementation, q, laid_out(spec, keys, values))
-        wider = dataclasses.replace(spec, max_length=1100)
+        wider = dataclasses.replace(spec, max_length=1700)
         same_bits(run(wider, implementation, q, laid_out(wider, keys, values)), want)
 
 
