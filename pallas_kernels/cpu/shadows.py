@@ -36,9 +36,13 @@ def follow_shadows(
     function = bind("moejax_follow_shadows", "asssssaaaaassaaaaaa")
     if function is None:
         return None
-    ids = np.ascontiguousarray(ids, np.int16)
     after = [array.copy() for array in changed]
     arms, layers, experts = after[0].shape
+    if ids.dtype != np.int16:
+        if ids.size and not 0 <= ids.min() <= ids.max() < experts:  # 65536 would become 0
+            raise IndexError(f"an id is not of the {experts} experts")
+        ids = ids.astype(np.int16)
+    ids = np.ascontiguousarray(ids)
     if ids.shape[1] != layers:
         raise ValueError(f"ids of {ids.shape[1]} layers; there are {layers}")
     misses = np.empty(arms, np.int64)

@@ -334,8 +334,8 @@ def test_the_library_keeps_the_shadows_that_numpy_keeps():
 @NATIVE
 def test_the_library_refuses_experts_and_layers_that_are_not_there():
     shadows = cold_shadows([EVICTION["lru"]], [CELLS] * LAYERS, EXPERTS)
-    for expert in (-1, EXPERTS):
-        ids = routed(HOT, 0)
+    for expert, dtype in ((-1, np.int16), (EXPERTS, np.int16), (1 << 16, np.int32), (-1, np.int64)):
+        ids = routed(HOT, 0).astype(dtype)
         ids[-1, -1, -1] = expert
         with pytest.raises(IndexError, match="an id is not of the 16 experts"):
             shadows.follow(ids)
