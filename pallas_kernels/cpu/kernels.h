@@ -87,8 +87,8 @@ constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t block = kOutputs * (hidden / 2 + 2 * units);
-  const int64_t rows = tokens > kFew ? 1 : kRowsAtOnce;
-  return (34 + rows * tokens) * units + hidden + (tokens > kFew ? block + open : 0);
+  const int64_t rows = tokens > kFew ? 1 : kOutputs;
+  return (66 + rows * tokens) * units + (tokens > kFew ? hidden : 8 * hidden + 64) + (tokens > kFew ? block + open : 0);
 }
 // The distance of rows of n sums: more than their size, since rows that lie whole pages apart share a
 // few sets of the first cache.
