@@ -49,7 +49,7 @@ class RecordSource(Protocol):
         ...
 
     @property
-    def turned(self) -> tuple[int, int]:
+    def turned(self) -> tuple[int, int, int]:
         """The layout of the record's last part in the file, see Sources."""
         ...
 
@@ -82,7 +82,7 @@ class StackedRecords:
     format: RecordFormat
     array: jax.Array
 
-    verify, first_file, turned, blocks = False, "", (0, 0), NO_BLOCKS
+    verify, first_file, turned, blocks = False, "", (0, 0, 0), NO_BLOCKS
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class RecordFiles:
     def shape(self) -> tuple[int, int]:
         return self.checksums.shape[0], self.checksums.shape[1]
 
-    turned, blocks = (0, 0), NO_BLOCKS
+    turned, blocks = (0, 0, 0), NO_BLOCKS
 
     @property
     def first_file(self) -> str:

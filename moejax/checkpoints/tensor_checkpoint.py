@@ -34,7 +34,7 @@ from moejax.checkpoints.shards import (
     reshaped,
     selected,
 )
-from moejax.checkpoints.tensor_tasks import OpenTensor
+from moejax.checkpoints.tensor_tasks import EXPONENTS, OpenTensor
 from moejax.checkpoints.tensors import (
     TABLES,
     ExpertPlace,
@@ -302,9 +302,11 @@ class TensorRecords:
         return np.array_equal(found, record)
 
     @property
-    def turned(self) -> tuple[int, int]:
+    def turned(self) -> tuple[int, int, int]:
+        if not self._is_dense:
+            return 0, 0, 0
         itemsize = NUMPY_DTYPES[self.dtype].itemsize
-        return (self.format.width * itemsize, itemsize) if self._is_dense else (0, 0)
+        return self.format.width * itemsize, itemsize, EXPONENTS[self.dtype]
 
     @property
     def _is_dense(self) -> bool:

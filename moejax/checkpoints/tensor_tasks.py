@@ -283,7 +283,7 @@ def _buffer(key: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return memory[:nbytes].view(dtype).reshape(shape)
 
 
-_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """The bits that are all set in NaN and infinity, and in nothing else."""
 
 
@@ -296,9 +296,9 @@ def count_nonfinite(values: np.ndarray) -> int:
 
     - `values`: contiguous. Only numbers of NUMPY_DTYPES are looked at.
     """
-    if values.dtype.name not in _EXPONENTS:
+    if values.dtype.name not in EXPONENTS:
         return 0
-    mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
+    mask, bits = EXPONENTS[values.dtype.name], as_bits(values)
     sign = 1 << (8 * values.itemsize - 1)
     signed = bits.view(np.dtype(f"int{8 * values.itemsize}"))
     if not values.size or (signed.max() < mask and bits.max() < (sign | mask)):

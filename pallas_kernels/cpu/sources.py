@@ -39,9 +39,9 @@ class Sources:
     """By version, the bytes of a record's parts in order: the matrices of a dense record, one part
     of any other."""
 
-    turned: tuple[tuple[int, int], ...]
-    """By version, (bytes of a row, bytes of a number) of a last part that is stored transposed;
-    (0, 0): it is not transposed."""
+    turned: tuple[tuple[int, int, int], ...]
+    """By version, of records whose last part is stored transposed: bytes of a row and of a number,
+    and the bits that are all set in NaN and infinity, which are refused. All 0: of others."""
 
     blocks: tuple[np.ndarray, ...] = ()
     """By version, BLOCK_MATRIX[3] of gate, up and down where each lies in blocks of a file, so that

@@ -69,8 +69,8 @@ void Supply::bring(int64_t version, int64_t layer, int64_t expert, int64_t cell,
   pieces.blocks = sources.blocks[static_cast<size_t>(version)];
   const size_t apart = pieces.blocks ? pieces.blocks->size() : parts.size();
   for (size_t p = 0; p < apart; p++) pieces.parts.push_back({record.file[p], record.place[p]});
-  const int64_t* const turned = &sources.turned[static_cast<size_t>(2 * version)];
-  pieces.row = turned[0], pieces.item = turned[1];
+  const int64_t* const turned = &sources.turned[static_cast<size_t>(3 * version)];
+  pieces.row = turned[0], pieces.item = turned[1], pieces.exponent = turned[2];
   std::string why;  // the cell has it, too
   queue->replace(request, parts.data(), &why, {}, std::move(pieces));
 }
@@ -138,7 +138,7 @@ MOEJAX_CALLED int32_t moejax_cpu_arena_attach(uint32_t handle, int32_t queue, co
   const auto arena = find_arena(handle);
   const auto found = find_transfer_queue(queue);
   if (!arena || !found) return 0;
-  Sources sources{shape[0], shape[1], shape[2], {}, {}, {turned, turned + 2 * shape[0]}, {}};
+  Sources sources{shape[0], shape[1], shape[2], {}, {}, {turned, turned + 3 * shape[0]}, {}};
   sources.records.assign(records, records + shape[0] * shape[1] * shape[2]);
   for (int64_t v = 0; v < shape[0]; v++) {
     const int64_t* mine = parts + v * most_parts;

@@ -26,7 +26,7 @@ struct Sources {
   int64_t versions, layers, experts;
   std::vector<SourceRecord> records;        // [versions, layers, experts]
   std::vector<std::vector<int64_t>> parts;  // by version: bytes of gate, up, down, or of all at once
-  std::vector<int64_t> turned;              // by version: row and item of `Pieces`
+  std::vector<int64_t> turned;              // by version: row, item, exponent of `Pieces`
   // By version: of records of blocks, whose matrices lie apart; null: of others.
   std::vector<std::shared_ptr<const std::vector<BlockMatrix>>> blocks;
 

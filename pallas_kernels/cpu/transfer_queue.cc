@@ -219,8 +219,8 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
       continue;
     }
     const int64_t row = part + 1 == request.parts ? pieces.row : 0;  // whole ones are transposed
-    const int64_t most = row ? std::max(options_.chunk_bytes / row, int64_t{1}) * row
-                             : options_.chunk_bytes;
+    const int64_t unit = row ? row : std::max(pieces.item, int64_t{1});
+    const int64_t most = std::max(options_.chunk_bytes / unit, int64_t{1}) * unit;
     for (int64_t at = 0; at < part_bytes[part]; at += most) {
       const int64_t n = std::min(most, part_bytes[part] - at);
       transfer->chunks.push_back({part, transfer->bytes + at, n});
@@ -676,6 +676,25 @@ std::string TransferQueue::move_blocks(Transfer& transfer, const Chunk& chunk, B
   return (from ? from->path + " is damaged: " : "") + "a matrix has scales that are NaN or infinite";
 }
 
+// Whether numbers of 2 or 4 bytes are neither NaN nor infinite, in which all bits of `exponent` are
+// set. Eight bytes at once: the highest bit of a lane of `every` goes at the first such number.
+static bool all_finite(const uint8_t* at, int64_t bytes, int64_t item, int64_t exponent) {
+  const uint64_t ones = item == 2 ? 0x0001000100010001u : 0x0000000100000001u;
+  const uint64_t bits = ones * (uint64_t)exponent, high = ones << (8 * item - 1);
+  uint64_t every = high;
+  const auto look = [&](uint64_t numbers) { every &= (~numbers & bits) + (high - ones); };
+  const int64_t whole = bytes / 8 * 8;
+  for (int64_t i = 0; i < whole; i += 8) {
+    uint64_t numbers;
+    std::memcpy(&numbers, at + i, sizeof numbers);
+    look(numbers);
+  }
+  uint64_t rest = 0;
+  std::memcpy(&rest, at + whole, (size_t)(bytes - whole));
+  look(rest);
+  return every == high;
+}
+
 // A chunk's bytes as they lie, to `to`.
 std::string TransferQueue::move_piece(Transfer& transfer, const Chunk& chunk, uint8_t* to,
                                       Bounce& bounce) {
@@ -687,8 +706,12 @@ std::string TransferQueue::move_piece(Transfer& transfer, const Chunk& chunk, ui
     return "";
   }
   const size_t slot = transfer.slot(part);
-  const std::string failure = open_file(transfer, slot);
-  return failure.empty() ? read(transfer, slot, to, from, chunk.bytes, bounce) : failure;
+  std::string failure = open_file(transfer, slot);
+  if (failure.empty()) failure = read(transfer, slot, to, from, chunk.bytes, bounce);
+  const int64_t exponent = transfer.pieces.exponent;
+  if (!failure.empty() || !exponent) return failure;
+  if (all_finite(to, chunk.bytes, transfer.pieces.item, exponent)) return "";
+  return transfer.opened[part].file->path + ": a matrix has values that are NaN or infinite";
 }
 
 // ---- files

@@ -94,6 +94,9 @@ struct Pieces {
   std::vector<Piece> parts;  // empty: the request says it
   // Bytes of a row and of a number of the last part as it lies, which comes transposed; 0: it does not.
   int64_t row = 0, item = 0;
+  // Bits that are all set in a number of `item` bytes that is NaN or infinite, of which none may come
+  // from a file; 0: it is not looked for.
+  int64_t exponent = 0;
   // The matrices of a record of one part, which lie apart in blocks: each of `parts` is one of them.
   std::shared_ptr<const std::vector<BlockMatrix>> blocks;
 };

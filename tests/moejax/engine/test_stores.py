@@ -17,6 +17,8 @@ from host_offload.queue.cached import CachedRecords
 from moejax import LLM, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.shards import find_shards
+from moejax.models.config import load_config
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
@@ -324,6 +326,25 @@ def test_experts_are_paged_from_the_files_that_people_download(options, demo_dir
         os.utime(path := original / "model.safetensors", ns=(1, 1))
         errors = [error for _, error in answered(llm, range(306, 318)) if error]
         assert errors and all(str(path) in error for error in errors)
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", ["up", "down"])
+@pytest.mark.parametrize("options", [CELLS, THROUGH, CACHED | {"expert_budget": "25%"}])
+def test_values_that_are_not_finite_are_refused_where_they_are_read(
+    options, matrix, demo_dir, tmp_path
+):
+    broken = copied(demo_dir, tmp_path / "broken")
+    (shard,) = find_shards(broken)
+    with shard.path.open("r+b") as file:
+        for expert in range(load_config(broken).num_experts):
+            name = f"model.layers.1.mlp.experts.{expert}.{matrix}_proj.weight"
+            file.seek(shard.begins[name] + 2 * (expert + 1))
+            file.write(b"\xc0\xff")  # NaN
+    with open_llm(broken, **{**options, "transfers": "queue,chunk_bytes=2001"}) as llm:
+        errors = [error for _, error in answered(llm, ASKED)]
+    assert all(re.search(r"model\.safetensors.* values that are NaN or inf", e) for e in errors)
 
 
 def without_crcs(content: dict) -> None:
