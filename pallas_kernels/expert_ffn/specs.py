@@ -49,6 +49,7 @@ SPECS = (
 CODED = (
     *("fp8-128x128-f32", "fp8-64x32-bf16", "fp8-channel-f32", "fp4-32-e8m0"),
     *("int4-32-bf16", "int4-32-bf16-zero", "int4-64-f16-zero", "int8-32-f16-zero", "q8_0"),
+    *("fp4-16-e4m3xf32", "fp4-16-e4m3divf32", "int4-32-bf16+int4-32-bf16+int8-32-bf16"),
 )
 """Formats of checkpoints that kernels read."""
 

@@ -94,7 +94,9 @@ def code_depth(fmt: RecordFormat, matrix: int, depth: int) -> int:
     P planes of weights and of x are in registers at once. More than 64 elements of int8 spill with
     64 rows. No more than a group, so that weights of a result share their scale."""
     group = max(_LEAST, fmt.group_of(MATRICES[matrix]))
-    return fit(plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes, group))
+    return fit(
+        plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes_of(MATRICES[matrix]), group)
+    )
 
 
 At = Callable[[Any, Any], Any]

@@ -185,14 +185,12 @@ _SCALES: dict[str, dict[str, Any]] = {
         "scale": "float8_e4m3fn",
         "fields": _GLOBAL,
         "whole": "times",
-        "kernels": False,
     },
     "e4m3divf32": {
         "scale": "float8_e4m3fn",
         "fields": _GLOBAL,
         "whole": "over",
         "product": "bfloat16",
-        "kernels": False,
     },
 }
 _NAME = re.compile(

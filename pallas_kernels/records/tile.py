@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, SCALE_BYTES, RecordFormat
-from pallas_kernels.records.unpack import unpack
+from pallas_kernels.records.unpack import divide, float_of, unpack
 
 Read = Callable[[Any, Any, "jax.Array | None"], jax.Array]
 """read(rows, columns, mask): uint16 elements of a record at these arena rows and columns, int32
@@ -43,7 +43,8 @@ def span(start: Any, size: int) -> jax.Array:
 
 def plane_size(fmt: RecordFormat, matrix: int) -> int:
     """Elements along the summed axis; each holds the codes of P weights."""
-    return pl.cdiv(fmt.width if matrix == DOWN else fmt.hidden, fmt.planes)
+    axis = fmt.width if matrix == DOWN else fmt.hidden
+    return pl.cdiv(axis, fmt.planes_of(MATRICES[matrix]))
 
 
 def read_planes(
@@ -56,15 +57,15 @@ def read_planes(
     """
     down, size = matrix == DOWN, plane_size(fmt, matrix)
     axis, results = (fmt.width, fmt.hidden) if down else (fmt.hidden, fmt.width)
-    group = fmt.group_out if down else fmt.group_in
+    name = MATRICES[matrix]
+    encoding, group, count = fmt.encodings[name], fmt.group_of(name), fmt.planes_of(name)
     shape = (depth, columns) if down else (columns, depth)
     summed, result = _along(start, depth, down), _along(across, columns, not down)
     given = result < results if results % columns else None
     # If depth divides the planes, no index is masked, and a tile has one scale for each result.
-    even = size % depth == 0 and size * fmt.planes == axis
-    name = MATRICES[matrix]
+    even = size % depth == 0 and size * count == axis
     codes = read(
-        *_code_place(fmt, f"{name}_codes", matrix, fmt.planes, summed, result),
+        *_code_place(fmt, f"{name}_codes", matrix, count, summed, result),
         _mask(shape, given, summed < size if size % depth else None),
     )
 
@@ -80,13 +81,13 @@ def read_planes(
             mask = _mask(shape, given, inside)
         found = {}
         for field in ("scales", "zeros"):
-            if field in fmt.encoding.fields:
+            if field in encoding.fields:
                 number = _numbers(read, fmt, matrix, field, index, each, mask)
                 if even and depth <= group:
                     number = number[None, :] if down else number[:, None]
                 found[field] = number
         # A scale of 0 makes weights outside the matrix 0.
-        return unpack(codes, found["scales"], found.get("zeros"), fmt, j)
+        return unpack(codes, found["scales"], found.get("zeros"), encoding, fmt.dtype, j)
 
     return [
         Plane(
@@ -94,7 +95,7 @@ def read_planes(
             None if even else min((j + 1) * size, axis),
             functools.partial(weights, j),
         )
-        for j in range(fmt.planes)
+        for j in range(count)
     ]
 
 
@@ -231,7 +232,7 @@ def _code_place(fmt, part, matrix, planes, index, result):
 def _numbers(read, fmt, matrix, field, index, result, mask):
     """float32: the numbers of a field (scales or zeros) for the weights at `index` of the summed
     axis; 0 where mask is false."""
-    part, encoding = f"{MATRICES[matrix]}_{field}", fmt.encoding
+    part, encoding = f"{MATRICES[matrix]}_{field}", fmt.encodings[MATRICES[matrix]]
     dtype = encoding.dtype_of(field)
     group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_of(MATRICES[matrix]))
     across, (_, count) = encoding.across, fmt.field_shape(MATRICES[matrix], field)
@@ -247,9 +248,7 @@ def _numbers(read, fmt, matrix, field, index, result, mask):
     number = group * count + some if matrix == DOWN else some * count + group
     size = SCALE_BYTES[dtype]
     if size == 4:
-        low, high = (_flat(read, fmt, part, 2 * number + half, mask) for half in range(2))
-        bits = low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        return _wide(read, fmt, part, number, mask)
     if size == 2:
         bits = _flat(read, fmt, part, number, mask)
         return lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
@@ -257,9 +256,20 @@ def _numbers(read, fmt, matrix, field, index, result, mask):
     byte = byte >> lax.rem(number, 2) * 8 & 0xFF
     if dtype == "uint8":
         return byte.astype(jnp.float32)
+    if dtype == "float8_e4m3fn":
+        whole = _wide(read, fmt, f"{MATRICES[matrix]}_global", jnp.int32(0), None)
+        value = float_of(byte, 8, 3)
+        return value * whole if encoding.whole == "times" else divide(value, whole)
     # e8m0: a float32's exponent, whose 0 is not 0.
     bits = jnp.where(byte == 0, 1 << 22, byte << 23)
     bits = bits if mask is None else jnp.where(mask, bits, 0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _wide(read, fmt, part, number, mask):
+    """float32: numbers of 32 bits."""
+    low, high = (_flat(read, fmt, part, 2 * number + half, mask) for half in range(2))
+    bits = low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

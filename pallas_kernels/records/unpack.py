@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.records.encoding import Encoding
-from pallas_kernels.records.format import RecordFormat
 
 _MANTISSA = 23
 """Bits of a float32's, below its exponent."""
@@ -35,51 +34,70 @@ _PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def unpack(
-    codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: RecordFormat, plane: int
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    encoding: Encoding,
+    dtype: str,
+    plane: int,
 ) -> jax.Array:
-    """The weights of a plane, fmt.dtype [n, m]: reference.decode's.
+    """The weights of a plane, dtype [n, m]: reference.decode's.
 
     - `codes`: uint16[n, m]; bits N·plane … N·plane + N − 1 are a weight's code.
     - `scales`: float32, broadcast to [n, m].
     - `zeros`: the codes that mean 0, like the scales; None: the format has one for all.
     """
-    encoding = fmt.encoding
-    rounded = encoding.product in (None, fmt.dtype)
+    rounded = encoding.product in (None, dtype)
     exact = encoding.mantissa is None and encoding.scale in ("float16", "bfloat16")
-    if zeros is None and exact and rounded and fmt.dtype in _PTX_TYPES:
-        return _unpack_pairs(codes, scales, fmt, plane)
-    code = (codes >> (fmt.bits * plane)).astype(jnp.int32) & ((1 << fmt.bits) - 1)
+    if zeros is None and exact and rounded and dtype in _PTX_TYPES:
+        return _unpack_pairs(codes, scales, encoding, dtype, plane)
+    code = (codes >> (encoding.bits * plane)).astype(jnp.int32) & ((1 << encoding.bits) - 1)
     product = _value(code, zeros, encoding) * scales
     if encoding.product is not None:
         product = product.astype(encoding.product)
-    return product.astype(fmt.dtype)
+    return product.astype(dtype)
 
 
 def _value(code: jax.Array, zeros: jax.Array | None, encoding: Encoding) -> jax.Array:
     """float32: what codes mean before they are scaled."""
     if encoding.mantissa is None:
         return code.astype(jnp.float32) - (encoding.zero if zeros is None else zeros)
-    # A code's bits in their order are a float16 whose exponent is less by the difference of the two
-    # biases. A float32 would flush the smallest codes to 0 on some devices.
-    sign, exponent = encoding.bits - 1, encoding.bits - 1 - encoding.mantissa
-    bits = (code >> sign) << 15 | (code & (1 << sign) - 1) << 10 - encoding.mantissa
-    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return float_of(code, encoding.bits, encoding.mantissa)
+
+
+def float_of(code: jax.Array, bits: int, mantissa: int) -> jax.Array:
+    """float32 of codes int32 that are floats of IEEE's form.
+
+    Their bits in their order are a float16 whose exponent is less by the difference of the two
+    biases. A float32 would flush the smallest codes to 0 on some devices."""
+    sign, exponent = bits - 1, bits - 1 - mantissa
+    half = (code >> sign) << 15 | (code & (1 << sign) - 1) << 10 - mantissa
+    half = lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16)
     return half.astype(jnp.float32) * jnp.float32(2.0 ** (16 - (1 << exponent - 1)))
 
 
-def _unpack_pairs(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -> jax.Array:
+def divide(numbers: jax.Array, by: jax.Array) -> jax.Array:
+    """float32 quotients, rounded as XLA's: Triton's own division is a few units off."""
+    operands = numbers, jnp.broadcast_to(by, numbers.shape)
+    return _elementwise("div.rn.f32 $0, $1, $2;", "=f,f,f", numbers.dtype, *operands, pack=1)
+
+
+def _unpack_pairs(
+    codes: jax.Array, scales: jax.Array, encoding: Encoding, dtype: str, plane: int
+) -> jax.Array:
     """(code − zero)·scale, exact in float32, rounded once. Arguments are those of unpack; scales
     have values of 16 bits."""
-    byte, first = divmod(fmt.bits * plane, 8)
+    bits = encoding.bits
+    byte, first = divmod(bits * plane, 8)
     # Where a field of N bits from bit `first` on goes: byte 2, or where it would touch the exponent
     # byte 1. With an exponent under which its lowest bit counts as 1, that makes 2^p + code, and
     # (2^p + zero)·scale has no more than float32's 24 bits.
-    to = 2 if first + fmt.bits <= 7 else 1
+    to = 2 if first + bits <= 7 else 1
     p = _MANTISSA - 8 * to - first
-    offsets = scales * -(2.0**p + fmt.zero)
-    if fmt.bits < 8:
+    offsets = scales * -(2.0**p + encoding.zero)
+    if bits < 8:
         codes = _elementwise(
-            f"and.b32 $0, $1, {((1 << fmt.bits) - 1 << first) * 0x01010101:#x};",
+            f"and.b32 $0, $1, {((1 << bits) - 1 << first) * 0x01010101:#x};",
             "=r,r",
             jnp.int16,
             codes,
@@ -90,17 +108,19 @@ def _unpack_pairs(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane:
         exponent=(127 + p) << _MANTISSA,
         low=places | byte << 4 * to,
         high=places | byte + 2 << 4 * to,
-        dtype=_PTX_TYPES[fmt.dtype],
+        dtype=_PTX_TYPES[dtype],
     )
     operands = (jnp.broadcast_to(part, codes.shape) for part in (scales, offsets))
-    return _elementwise(asm, "=r,r,r,r,r,r", jnp.dtype(fmt.dtype), codes, *operands)
+    return _elementwise(asm, "=r,r,r,r,r,r", jnp.dtype(dtype), codes, *operands)
 
 
-def _elementwise(asm: str, constraints: str, dtype: jnp.dtype, *operands: jax.Array) -> jax.Array:
-    """Runs asm for every two elements: 16-bit operands share a register, float32 operands have
-    two."""
+def _elementwise(
+    asm: str, constraints: str, dtype: jnp.dtype, *operands: jax.Array, pack: int = 2
+) -> jax.Array:
+    """Runs asm for every `pack` elements: 16-bit operands share a register, float32 operands have
+    one each."""
     shape = jax.ShapeDtypeStruct(operands[0].shape, dtype)
     (result,) = plgpu.elementwise_inline_asm(
-        asm, args=operands, constraints=constraints, pack=2, result_shape_dtypes=[shape]
+        asm, args=operands, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
     )
     return result

@@ -43,14 +43,16 @@ READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
 
 
 def why_no_kernel(versions: Sequence[str], also: str | None = None) -> dict[str, str]:
-    """Op → why its kernel does not run with these versions. Kernels read one format for gate, up
-    and down.
+    """Op → why its kernel does not run with these versions. Kernels read one format for gate and
+    up, and codes beside codes only.
 
     - `also`: what else of the experts only XLA computes; None: nothing.
     """
 
     def is_read(encodings: list[Encoding]) -> bool:
-        return encodings[0].kernels and encodings.count(encodings[0]) == len(encodings)
+        gate, up, down = encodings
+        alike = gate == up and (up == down or (up.lossy and down.lossy))
+        return alike and gate.kernels and down.kernels
 
     return _unread(versions, also, "no kernel reads", is_read)
 

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.records.format import SCALE_BYTES, RecordFormat
 from pallas_kernels.verification.check import draw
@@ -34,14 +35,21 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
         return weights.reshape(shape)
     encoding = fmt.encodings.get(matrix)
     if kind == "scales" and encoding is not None:
-        size /= encoding.largest or 2 ** (fmt.bits - 1)
+        size /= encoding.largest or 2 ** (encoding.bits - 1)
         if encoding.scale == "float8_e8m0fnu":
             exponent = 127 + round(math.log2(size))
             return jnp.full(shape, exponent << 8 | exponent, jnp.uint16)
+        if encoding.scale == "float8_e4m3fn":  # about 1, below a number of the whole matrix
+            bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint16)
+            return bits & 0x0F0F | 0x3030
         values = -(-rows * 2 // SCALE_BYTES[encoding.scale])
         scales = draw(seed, (count, values, fmt.hidden), encoding.scale, size)
         bits = jax.lax.bitcast_convert_type(scales, jnp.uint16)
         return bits.reshape(count, -1, fmt.hidden)[:, :rows]
+    if kind == "global" and encoding is not None:
+        size /= encoding.largest
+        bits = np.float32(size if encoding.whole == "times" else 1 / size).view(np.uint32)
+        return jnp.resize(jnp.asarray([bits & 0xFFFF, bits >> 16], jnp.uint16), shape)
     if name == "tables":
         # Each block's base exponent, then the weights of its table.
         elements = rows * fmt.hidden

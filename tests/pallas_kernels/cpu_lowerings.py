@@ -40,6 +40,11 @@ def _inline_assembly(context, *operands, asm, **_):
         def formula(codes):
             return [codes.astype(jnp.int16) & jnp.int16((mask ^ 0x8000) % 0x10000 - 0x8000)]
 
+    elif asm == "div.rn.f32 $0, $1, $2;":
+
+        def formula(numbers, by):
+            return [numbers / by]
+
     else:
         formula = functools.partial(_weights, *_selections(asm), context.avals_out[0].dtype)
     return mlir.lower_fun(formula, multiple_results=True)(context, *operands)

@@ -17,6 +17,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.fill_ffn import pallas_triton as fill_ffn_kernels
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.records.versions import why_no_kernel
 from pallas_kernels.route.specs import RULES
 from tests.pallas_kernels.encoded import formats
 
@@ -142,6 +143,23 @@ def test_what_kernels_cannot_run_is_known_before():
     assert {route.why_not_pallas(rule) for rule in RULES.values()} == {None}
     many = route.why_not_pallas(route.RouteRule(1, groups=32))
     assert many == "the kernel takes at most 16 groups, not 32"
+
+
+@pytest.mark.parametrize(
+    ("version", "read"),
+    [
+        ("fp4-32-e8m0", True),
+        ("fp4-16-e4m3divf32", True),
+        ("int4-32-bf16+int4-32-bf16+int8-32-bf16", True),
+        ("int4-32-bf16+int8-32-bf16+int4-32-bf16", False),
+        ("int4+int4+dense", False),
+        ("q8_0+q8_0+q6_k", False),
+        ("q4_k", False),
+    ],
+)
+def test_which_formats_kernels_read(version, read):
+    found = why_no_kernel(("dense", version))
+    assert set(found.values()) == (set() if read else {f"no kernel reads records of {version}"})
 
 
 @pytest.mark.parametrize(
