@@ -32,6 +32,11 @@ OTHERS = {
 row's pages."""
 
 
+OF_CHECKPOINTS = "expert_ffn of checkpoints' formats"
+"""The contract of which .ci/run has, for every card, the specs with tiles of 64 rows, one of each
+format: 2 to 17 s each on a busy machine."""
+
+
 def cases():
     for contract in CONTRACTS:
         if "pallas" not in contract.implementations:
@@ -42,6 +47,7 @@ def cases():
             for card in CARDS:
                 second = place == 0 and card == SECOND[0] and contract.name in SECOND[1]
                 always = second or (first and card == "h200")
+                always |= contract.name == OF_CHECKPOINTS and spec.row_tile == 64
                 marks = [] if always else [pytest.mark.nightly]
                 name = f"{contract.name}-{place}-{card}"
                 yield pytest.param(contract, spec, card, id=name, marks=marks)
