@@ -316,11 +316,22 @@ int64_t columns_of(const Work& work, int64_t active, int64_t threads) {
   return columns;
 }
 
+// Rows of gate and up in a task. No bit depends on it. Codes that are multiplied as they are ask for their
+// next rows within a task: in longer ones a core of a Zen 5 gets those of 4 and 6 bits 1.1 to 1.2 times as fast.
+int64_t rows_of(const Work& work, const Group& group, int64_t threads) {
+  const int64_t long_tasks = static_cast<int64_t>(group.size()) * ((work.call.width + kMostRows - 1) / kMostRows);
+  for (const Expert* e : group) {
+    const bool codes = e->format->matrix[GATE].unit && e->format->matrix[UP].unit;
+    if (!codes || long_tasks < 4 * threads) return work.k.rows_of_task(work.kind);
+  }
+  return kMostRows;
+}
+
 // Some of the experts, from x to y.
 void compute(Pool& pool, const Work& work, const Group& group) {
   const Experts& c = work.call;
   const int64_t active = static_cast<int64_t>(group.size());
-  const int64_t rows = work.k.rows_of_task(work.kind);
+  const int64_t rows = rows_of(work, group, pool.threads());
   const int64_t blocks = (c.width + rows - 1) / rows;
   const int64_t multiplications = active * c.width * c.records.hidden;
   parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
