@@ -810,7 +810,8 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   };
 #ifdef __AVX512VNNI__
   // A core of Zen 5 gets 4-bit codes from memory 1.05 to 1.15 times as fast for one token and 1.2 to 1.4 times for two
-  // and three as by wide_row_sums; other ones more slowly.
+  // and three as by wide_row_sums; other ones, and those of a matrix alone for one token, more slowly.
+  const bool alone = f.matrix[GATE].codes == f.matrix[UP].codes;
   const auto rows_side_by_side = [&](const Integers& as, auto kind) {
     using K = decltype(kind);
     const auto sum = as.shift == Shift::None ? sum_side_by_side<Shift::None>
@@ -854,7 +855,9 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
       using K = decltype(kind);
       if (tokens >= kMany) return blocks_of_rows(as, kind);
-      if constexpr (K::bits < 8 && !K::highs) return rows_side_by_side(as, kind);
+      if constexpr (K::bits < 8 && !K::highs) {
+        if (!alone || tokens > 1) return rows_side_by_side(as, kind);
+      }
       const int8_t* numbers[kFew];
       int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
       for (int64_t t = 0; t < tokens; t++, ordered += n) {
