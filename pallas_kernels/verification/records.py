@@ -83,7 +83,7 @@ class _Records:
             VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size))
             for cell, held in shape.versions
         )
-        dense = shape.versions == (("dense", "dense"),)
+        dense = shape.versions == (("dense", "dense"),) and shape.gated and not shape.biases
         self.given = None if dense else self.formats
         """The ops' argument `formats`."""
         self.count = count = len(self.formats)
@@ -103,8 +103,8 @@ class _Records:
         names = (cell if cell == held else f"{held} to {cell}" for cell, held in shape.versions)
         self.what = f"{self.formats[0].cell.rows}x{d}{offsets}"
         if not dense:
-            self.what = f"{3 * shape.width}x{d} {', '.join(names)}{offsets}"
-        self.what += " biases" * shape.biases + " two matrices" * (not shape.gated)
+            more = " biases" * shape.biases + " two matrices" * (not shape.gated)
+            self.what = f"{3 * shape.width}x{d} {', '.join(names)}{more}{offsets}"
 
     def bits(self) -> tuple[jax.Array, ...]:
         """The records of each version."""
