@@ -19,7 +19,7 @@ constexpr int kTileVectors = 3;
 #else
 constexpr int kTileVectors = 2;
 #endif
-constexpr int64_t kFewRows = 8;  // of no more, values are multiplied where they lie
+constexpr int64_t kFewRows = 8;  // that pass a panel at once
 constexpr int64_t kFewWidth = 128;  // numbers of a query that the compiler counts on then
 constexpr int kStep = 4;  // words that a tile passes between two steps of an Ahead
 // While a row's scores become weights, and while some keys of few rows turn.
@@ -45,8 +45,8 @@ INLINE vf add_word(vf total, vu w, uint32_t word) {
   return total + as_float(w) * splat(as_float(word));
 }
 
-// Asks for lines of rows, some at each step. The first cache has room for few requests: of more at once
-// the processor forgets some, or waits.
+// Asks for lines of rows, some at each step of products with panels in the first cache. That cache has room
+// for few requests: of more, as while keys turn, the processor forgets some.
 struct Ahead {
   const void* const* rows;
   int64_t at = 0, end, bytes, each, place = 0;
@@ -67,13 +67,11 @@ struct Ahead {
   }
 };
 
-// What products multiply: get(u, w) gives the C vectors of word u. C is a multiple of `unit`, at most
-// `most`; `rows` pass at once. fine: whether memory is the limit, so that it is asked for a few lines at a
-// time.
-
+// What products multiply, [word][vector][L]: get(u, w) gives the C vectors of word u, at most `most`; `rows`
+// pass at once. few: rows, so that memory is the limit, and is asked for a few lines at a time.
 template <bool few>
-struct Panel {  // [word][vector][L]
-  static constexpr int unit = 1, most = few ? 2 : kTileVectors, rows = few ? kFewRows : kTileRows;
+struct Panel {
+  static constexpr int most = few ? 2 : kTileVectors, rows = few ? kFewRows : kTileRows;
   static constexpr bool fine = few;
   const uint32_t* words;
   int64_t vectors;
@@ -85,50 +83,17 @@ struct Panel {  // [word][vector][L]
   }
 };
 
-// Pairs of the elements of two rows of bfloat16: of each 8 columns the first four in out[0].
-INLINE void join_rows(vu a, vu b, vu* out) {
-#ifdef __AVX512BF16__
-  out[0] = (vu)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
-  out[1] = (vu)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
-#endif
-}
-
-// Rows of bfloat16: the even words of 2·L, and the odd ones. Pairs are of two rows, joined anew by each
-// tile: few vectors, and all rows of a token.
-template <bool pairs>
-struct Lying {
-  static constexpr int unit = 2, most = pairs ? 2 : kTileVectors / 2 * 2, rows = pairs ? kFewRows : kTileRows;
-  static constexpr bool fine = pairs;
-  const void* const* values;
-  int64_t at;
-  INLINE Lying from(int64_t vector) const { return {values, at + vector * L}; }
-  template <int C>
-  INLINE void get(int64_t u, vu* w) const {
-#pragma GCC unroll 4
-    for (int c = 0; c < C / 2; c++) {
-      const auto row = [&](int64_t i) { return load<vu>((const uint16_t*)values[i] + at + c * 2 * L); };
-      if constexpr (pairs) {
-        const vu a = row(2 * u), b = row(2 * u + 1);
-        join_rows(a, b, w + 2 * c);
-      } else {
-        const vu both = row(u);
-        w[2 * c] = both << 16, w[2 * c + 1] = both & 0xffff0000u;
-      }
-    }
-  }
-};
-
-// a [row][word], words [from, to) of which count.
+// a [row][word], words [0, to) of which count.
 struct Factors {
   const uint32_t* words;
-  int64_t from, to, stride;
+  int64_t to, stride;
 };
 
 // With a stride that the compiler knows: eight rows need one register then.
 template <int64_t size>
 struct Dense {
   const uint32_t* words;
-  int64_t from, to;
+  int64_t to;
   static constexpr int64_t stride = size;
 };
 
@@ -151,7 +116,7 @@ INLINE void product(const Rows& a, int64_t row, const Words& b, float* out, int6
       for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], words[t * a_stride + u]);
     }
   };
-  int64_t u = a.from;
+  int64_t u = 0;
   for (; u + kStep <= to; u += kStep) {
     if (!Words::fine) ahead.step();
 #pragma GCC unroll 4
@@ -184,8 +149,8 @@ void products(int64_t rows, const Rows& a, const Words& b, int64_t vectors, floa
               bool onto, Ahead& ahead) {
   for (int64_t v = 0, tile; v < vectors; v += tile) {
     tile = tile_of(vectors - v, Words::most);
-    chosen<1, Words::most / Words::unit>(tile / Words::unit, [&](auto units) {
-      constexpr int C = units.value * Words::unit;
+    chosen<1, Words::most>(tile, [&](auto lanes) {
+      constexpr int C = lanes.value;
       for (int64_t t = 0; t < rows; t += Words::rows) {
         chosen<1, Words::rows>(rows - t, [&](auto count) {
           product<pairs, count.value, C>(a, t, b.from(v), out + t * stride + v * L, stride, onto, ahead);
@@ -297,12 +262,23 @@ void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* 
   }
 }
 
-// panel[word of keys][column] of L · vectors columns from one on, in the order of totals.
-template <Type kind>
+// Pairs of the elements of two rows of bfloat16: of each 8 columns the first four in out[0].
+INLINE void join_rows(vu a, vu b, vu* out) {
+#ifdef __AVX512BF16__
+  out[0] = (vu)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  out[1] = (vu)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+
+// panel[word of keys][column] of L · vectors columns from one on, in the order of totals. whole: all keys
+// are set, and columns are whole vectors.
+template <Type kind, bool whole>
 void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
   const auto row = [&](int64_t key, int64_t at, vu* out) {
     out[0] = out[1] = vu{};
-    if (key >= s.from && key < s.to) words_of<kind>(s.values[key], at, s.value_dim, out);
+    if (whole || (key >= s.from && key < s.to)) {
+      words_of<kind>(s.values[key], at, whole ? at + 2 * L : s.value_dim, out);
+    }
   };
   for (int64_t key = 0; key < kSpan; key += in_pairs<kind>() ? 2 : 1) {
     for (int64_t at = first; at < first + vectors * L; at += 2 * L, panel += 2 * L) {
@@ -388,25 +364,24 @@ INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
 // A panel has a tile or two of vectors: it stays in the first cache while all rows pass.
 template <Type kind>
 void attend_as(const AttendedSpan& s) {
-  constexpr bool pairs = in_pairs<kind>(), can_lie = kind == Type::BF16;
+  constexpr bool pairs = in_pairs<kind>();
   constexpr int64_t kAtOnce = 64;
   constexpr int64_t weights = pairs ? kSpan / 2 : kSpan;  // words
   const auto whole = [](int64_t n) { return (n + 2 * L - 1) / (2 * L) * (2 * L); };
   const int64_t columns = whole(s.value_dim), words = whole(s.head_dim) / (pairs ? 2 : 1);
   const bool set = s.from == 0 && s.to == kSpan, whole_keys = set && s.head_dim % (2 * L) == 0;
-  const bool all = seen_by_all(s), lie = can_lie && all && s.rows <= kFewRows && columns == s.value_dim &&
-                                          (!pairs || set);
-  const bool few = pairs && s.rows <= kFewRows && s.q_width == kFewWidth;
+  const bool whole_values = set && columns == s.value_dim;
+  const bool few = pairs && s.rows <= kFewRows, few_wide = few && s.q_width == kFewWidth;
+  const auto steps_with = [&](int64_t words, int64_t lanes, bool few) {
+    return few ? steps_of<Panel<true>>(s.rows, words, lanes) : steps_of<Panel<false>>(s.rows, words, lanes);
+  };
   const int64_t turned = s.rows < kTileRows ? kSpan / L * (whole(s.head_dim) / (2 * L)) * kTurnSteps : 0;
-  const int64_t steps = turned + s.rows * kSoftenSteps +
-                        (few ? steps_of<Panel<true>>(s.rows, words, kSpan)
-                             : steps_of<Panel<false>>(s.rows, words, kSpan)) +
-                        (lie ? steps_of<Lying<pairs>>(s.rows, weights, columns)
-                             : steps_of<Panel<false>>(s.rows, weights, columns));
+  const int64_t steps = turned + s.rows * kSoftenSteps + steps_with(words, kSpan, few_wide) +
+                        steps_with(weights, columns, few);
   Ahead ahead(s.next, s.next_count, s.next_bytes, steps);
   alignas(64) float scores[kAtOnce * kSpan];
   // 0 times such a value is NaN: rows must not meet values that they do not see.
-  const bool alone = !all && !is_finite<kind>(s);
+  const bool alone = !seen_by_all(s) && !is_finite<kind>(s);
   const int64_t at_once = alone ? 1 : kAtOnce;
   for (int64_t row = 0; row < s.rows; row += at_once) {
     const int64_t count = least(at_once, s.rows - row);
@@ -417,14 +392,14 @@ void attend_as(const AttendedSpan& s) {
       else turn_keys<kind, false>(s, key, vectors, s.scratch, ahead);
       float* out = scores + key;
       if constexpr (pairs) {
-        if (few) {
+        if (few_wide) {
           const Panel<true> panel = {s.scratch, vectors};
-          products<pairs>(count, Dense<kFewWidth>{q, 0, words}, panel, vectors, out, kSpan, false, ahead);
+          products<pairs>(count, Dense<kFewWidth>{q, words}, panel, vectors, out, kSpan, false, ahead);
           continue;
         }
       }
       const Panel<false> panel = {s.scratch, vectors};
-      products<pairs>(count, Factors{q, 0, words, s.q_width}, panel, vectors, out, kSpan, false, ahead);
+      products<pairs>(count, Factors{q, words, s.q_width}, panel, vectors, out, kSpan, false, ahead);
     }
     for (int64_t i = 0; i < count; i++) {
       for (int j = 0; j < kSoftenSteps; j++) ahead.step();
@@ -432,20 +407,18 @@ void attend_as(const AttendedSpan& s) {
       else memset(scores + i * kSpan, 0, kSpan * 4);
     }
     float* total = s.total + row * s.width;
-    if constexpr (can_lie) {
-      if (lie) {  // weights of other keys are 0
-        const Dense<kSpan> p = {(const uint32_t*)scores, s.from, pairs ? weights : s.to};
-        products<pairs>(count, p, Lying<pairs>{s.values, 0}, columns / L, total, s.width, true, ahead);
-        continue;
-      }
-    }
-    const Dense<kSpan> p = {(const uint32_t*)scores, 0, weights};
+    const Dense<kSpan> p = {(const uint32_t*)scores, weights};
     AttendedSpan seen = s;
     if (alone) seen.from = s.first[row], seen.to = s.end[row];
     for (int64_t at = 0, vectors; at < columns; at += vectors * L) {
       vectors = least(2 * kTileVectors, (columns - at) / L);
-      lay_values<kind>(seen, at, vectors, s.scratch);
-      products<pairs>(count, p, Panel<false>{s.scratch, vectors}, vectors, total + at, s.width, true, ahead);
+      if (whole_values && !alone) lay_values<kind, true>(seen, at, vectors, s.scratch);
+      else lay_values<kind, false>(seen, at, vectors, s.scratch);
+      const auto multiply_values = [&](auto panel) {
+        products<pairs>(count, p, panel, vectors, total + at, s.width, true, ahead);
+      };
+      if (few) multiply_values(Panel<pairs>{s.scratch, vectors});
+      else multiply_values(Panel<false>{s.scratch, vectors});
     }
   }
 }
