@@ -73,7 +73,7 @@ class GgufFile:
         return self.header.path
 
     def named(self, name: str) -> str:
-        """File, name and expert of the GGUF tensor that a tensor is the first of, for messages."""
+        """File, name and expert of the first GGUF tensor that a tensor is made of, for messages."""
         source = self.sources[name]
         header, stored = source.parts[0]
         expert = "" if source.index is None else f", expert {source.index}"

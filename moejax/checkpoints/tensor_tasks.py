@@ -253,8 +253,8 @@ def require_finite(values: np.ndarray, named: str) -> None:
     - `values`: contiguous.
     - `named`: where the values come from.
     """
-    if found := count_nonfinite(values):
-        raise UserError(f"{named} has values that are NaN or infinite ({found} of those read)")
+    if count_nonfinite(values):
+        raise UserError(f"{named} has values that are NaN or infinite")
 
 
 def cast(values: np.ndarray, into: np.ndarray, named: str) -> None:

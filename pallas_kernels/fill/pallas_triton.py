@@ -162,7 +162,7 @@ def _decoded_chunks(fmt: RecordFormat) -> list[int]:
     across = pl.cdiv(fmt.width, rows) * (fmt.hidden // fmt.planes // columns)
     down = pl.cdiv(pl.cdiv(fmt.width, fmt.planes), rows) * (fmt.hidden // columns)
     biases = pl.cdiv(_bias_rows(fmt), rows) * (fmt.hidden // columns)
-    return [*[across] * (len(fmt.matrices) - 1), down, *[biases] * fmt.biases]
+    return [*[across] * (len(fmt.matrices) - 1), down, *([biases] if fmt.biases else [])]
 
 
 def _bias_rows(fmt: RecordFormat) -> int:
