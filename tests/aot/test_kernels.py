@@ -166,7 +166,7 @@ def test_records_of_every_format(versions, card):
     "card", [pytest.param(card, marks=[pytest.mark.nightly] * (card != "h200")) for card in CARDS]
 )
 def test_experts_of_gpt_oss(card):
-    """MXFP4 with biases; 2880 columns are tiles of 16 codes at most, and a few values are spilled."""
+    """MXFP4 with biases: 2880 columns are tiles of 16 codes at most; a few values are spilled."""
     for name in (
         r"expert_ffn .* swiglu 7 1.702 1 top 4 tokens 192 rows 64",
         r"expert_ffn .* combined tokens 32",
