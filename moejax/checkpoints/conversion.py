@@ -225,12 +225,13 @@ def _files_of_run(directory: pathlib.Path, opened: TensorCheckpoint) -> dict[str
 class Conversion:
     """What `convert` did.
 
-    nbytes: bytes of weights in the result. kept: how many of them an earlier, interrupted
-    conversion had written.
+    formats: of the experts as copied. nbytes: bytes of weights in the result. kept: how many of
+    them an earlier, interrupted conversion had written.
     """
 
     directory: pathlib.Path
     dtype: str
+    formats: tuple[str, ...]
     nbytes: int
     kept: int
 
@@ -295,7 +296,7 @@ def write_checkpoint(
     """
     with write_beside(destination) as work:
         nbytes, kept = _complete(source, work, encodings or {}, progress)
-    return Conversion(destination, source.dtype, nbytes, kept)
+    return Conversion(destination, source.dtype, (*source.held,), nbytes, kept)
 
 
 def _complete(

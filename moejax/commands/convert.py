@@ -166,8 +166,18 @@ def _write_compressed(args: argparse.Namespace) -> int:
 
 
 def _print_written(done: Conversion, what: str) -> None:
+    from moejax.checkpoints.orbax.layout import DENSE
+
     there = f", {format_bytes(done.kept)} of them from before" if done.kept else ""
-    print(f"{done.directory}: {format_bytes(done.nbytes)} of {done.dtype} {what}{there}")
+    codes = [name for name in done.formats if name != DENSE]
+    if not codes:
+        print(f"{done.directory}: {format_bytes(done.nbytes)} of {done.dtype} {what}{there}")
+        return
+    experts = ", ".join(codes + [done.dtype for name in done.formats if name == DENSE])
+    print(
+        f"{done.directory}: {format_bytes(done.nbytes)} of {what}{there}: experts in {experts}, as "
+        f"in the checkpoint, all else in {done.dtype}"
+    )
 
 
 def _row(name: str, done: Quantization) -> tuple[str, ...]:

@@ -306,8 +306,9 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
     with start_llm(args, options) as llm:
         if llm.engine.tokenizer is None:
             raise UserError(
-                f"{args.model} has no tokenizer, which the command line needs; add its "
-                f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"
+                f"{args.model} has no tokenizer, which the command line needs; name a directory "
+                "with its tokenizer.json (--tokenizer DIR), or pass token ids to "
+                "moejax.LLM.generate in Python"
             )
         usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
         params = dataclasses.replace(usual, **given)

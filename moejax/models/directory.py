@@ -10,6 +10,7 @@ import importlib.resources
 import io
 import os
 import pathlib
+import shlex
 import stat
 
 from host_offload.memory.bounded_reads import BoundedFile, open_within, read_within
@@ -39,7 +40,18 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
             return directory
     except OSError as error:  # a parent without permission to search, a name that is too long
         raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
-    expected = "expected a local directory with config.json and model.safetensors"
+    expected = (
+        "expected a local directory with config.json and model.safetensors, or a GGUF file "
+        "whose name ends in .gguf"
+    )
+    if _begins_as_gguf(directory):
+        named = directory.with_suffix(
+            ".gguf" if directory.suffix == ".bin" else f"{directory.suffix}.gguf"
+        )
+        raise UserError(
+            f"{path}: a GGUF file whose name does not end in .gguf; rename it: "
+            f"{shlex.join(['mv', str(path), str(named)])}"
+        )
     if directory.exists():
         raise UserError(f"{path}: not a directory; {expected}")
     unfinished = directory.with_name(directory.name + ".partial")
@@ -48,7 +60,16 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
             f"{path}: no such directory, but {unfinished}: if that is an unfinished conversion, "
             "run the same `moejax convert` again"
         )
-    raise UserError(f"{path}: no such directory; {expected}")
+    missing = "file" if directory.suffix == ".gguf" else "directory"
+    raise UserError(f"{path}: no such {missing}; {expected}")
+
+
+def _begins_as_gguf(path: pathlib.Path) -> bool:
+    try:
+        with io.BufferedReader(open_regular(path)) as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, UserError):
+        return False
 
 
 def open_regular(

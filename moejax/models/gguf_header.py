@@ -109,6 +109,12 @@ def read_gguf(path: str | os.PathLike) -> tuple[GgufHeader, ...]:
             f"{path}: one of {count} files, whose names must end in -00001-of-{count:05}.gguf"
         )
     names = [f"{found[1]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+    for number, part in enumerate(map(path.with_name, names), 1):
+        if not os.path.lexists(part):
+            raise UserError(
+                f"{part}: no such file; it is part {number} of {count} of this model: put it "
+                "beside the others under that name"
+            )
     headers = tuple(_read(path.with_name(name)) for name in names)
     for number, each in enumerate(headers):
         if each.metadata.get("split.no") != number or each.metadata.get("split.count") != count:

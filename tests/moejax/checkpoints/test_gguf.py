@@ -447,6 +447,10 @@ def test_hostile_headers_are_refused_before_memory_is_taken(case, tmp_path):
             "rope.scaling.type is 'longrope'",
         ),
         (lambda w: w.add_tensor("blk.0.what.weight", np.ones(4, np.float32)), "blk.0.what.weight"),
+        (
+            lambda w: w.kv_data[0]["general.architecture"].__setattr__("value", "no-such"),
+            "general.architecture 'no-such' is not supported; supported: qwen3moe",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_its_name(edit, message, tmp_path):
@@ -454,6 +458,20 @@ def test_what_is_not_known_is_refused_by_its_name(edit, message, tmp_path):
     gguf_model(path, edit=edit)
     with pytest.raises(UserError, match=message):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_part_that_is_missing_is_named_with_its_number(lost, tmp_path):
+    gguf_model(tmp_path / "model.gguf", split=4)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    parts[lost].rename(parts[lost].with_name("renamed.gguf"))
+    said = f"{parts[lost].name}: no such file; it is part {lost + 1} of {len(parts)} of this model"
+    with pytest.raises(UserError, match=said):
+        load_checkpoint(parts[1 - lost])
+    with pytest.raises(
+        UserError, match=rf"one of {len(parts)} files, whose names must end in -000"
+    ):
+        load_checkpoint(tmp_path / "renamed.gguf")
 
 
 NOT_FINITE = {"F32": b"\0\0\x80\x7f", "F16": INFINITY, "BF16": b"\xc1\xff"}

@@ -22,6 +22,7 @@ from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.own import read_expert
 from moejax.checkpoints.shards import INDEX, SINGLE
+from moejax.commands.main import main
 from moejax.errors import UserError
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
@@ -759,6 +760,12 @@ def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path
         load_checkpoint(path)
     with pytest.raises(UserError, match=r"some matrices of .* are in float32; run in it"):
         load_checkpoint(path, "bfloat16", versions=(CHECKPOINT,))
+
+
+def test_the_command_names_the_format_of_the_codes(sources, tmp_path, capsys):
+    assert main(["convert", str(sources("fp8")), str(tmp_path / "model")]) == 0
+    said = rf"model: [\d.]+ KiB of weights: experts in {FP8}, as in the checkpoint, all else in "
+    assert re.search(said + "bfloat16\n$", capsys.readouterr().out)
 
 
 SLOW = (AWQ, "gptq:int4-32-f16-zero", NVFP4, "Q4_K")

@@ -151,7 +151,9 @@ def test_a_programs_mistake_keeps_its_traceback(fake):
 def test_a_model_without_tokenizer_is_refused(fake, capsys):
     fake.tokenizer = None
     assert cli.main(["generate", "The", "--model", "/m"]) == 2
-    assert capsys.readouterr().err.startswith("moejax: error: /m has no tokenizer, which")
+    said = capsys.readouterr().err
+    assert said.startswith("moejax: error: /m has no tokenizer, which")
+    assert "name a directory with its tokenizer.json (--tokenizer DIR)" in said
 
 
 def test_ctrl_c_keeps_the_text_so_far(fake, capsys):

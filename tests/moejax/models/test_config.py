@@ -320,6 +320,11 @@ def test_paths(tmp_path):
         load_config(tmp_path / "file")
     with pytest.raises(UserError, match=r"cannot be opened \(File name too long\)"):
         load_config(tmp_path / ("x" * 300))
+    with pytest.raises(UserError, match=r"nothere.gguf: no such file; expected .* or a GGUF file"):
+        load_config(tmp_path / "nothere.gguf")
+    (tmp_path / "file").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(UserError, match=r"ends? in .gguf; rename it: mv (\S+/file) \1.gguf"):
+        load_config(tmp_path / "file")
 
 
 @pytest.mark.parametrize(("number", "later"), [("1", False), ("2", True), ("9" * 5000, False)])
