@@ -159,7 +159,7 @@ def own_versions(config: ModelConfig, versions: Sequence[str]) -> dict[str, Sequ
     they are several and others than CHECKPOINT are asked for beside them."""
     if [*versions] != [CHECKPOINT]:
         with user_errors():
-            one_format([*config.expert_layers])
+            one_format([*config.expert_layers], next(v for v in versions if v != CHECKPOINT))
     return {**config.expert_layers}
 
 

@@ -89,7 +89,8 @@ class Precision:
         if not self.of_checkpoint:
             if CHECKPOINT not in self.versions:
                 return self
-            return dataclasses.replace(self, versions=(one_format(versions), self.versions[LO]))
+            lo = self.versions[LO]
+            return dataclasses.replace(self, versions=(one_format(versions, lo), lo))
         if versions == ("dense",):
             return Precision("dense")
         return dataclasses.replace(self, name=CHECKPOINT, versions=versions)
@@ -144,13 +145,17 @@ class Precision:
         }
 
 
-def one_format(versions: Sequence[str]) -> str:
+def one_format(versions: Sequence[str], lo: str) -> str:
     """Returns the format of all layers, which a second version can be made from. Raises ValueError
-    for formats that differ by layer."""
+    for formats that differ by layer.
+
+    - `lo`: the second version.
+    """
     if len(versions) > 1:
         raise ValueError(
             "hi=checkpoint needs one format for all layers, and the experts of this checkpoint are "
-            f"in {' and '.join(versions)}; use precision checkpoint, or hi=dense"
+            f"in {' and '.join(versions)}; use --precision checkpoint, which keeps them as they "
+            f"are, or --precision dynaexq,hi=dense,lo={lo}, which dequantizes the hot ones"
         )
     return versions[0]
 
