@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from tests.moejax.transformers_models import random_model, separate_experts, sta
 Tensors = dict[str, Any]
 
 
-def quantize_fp8(weight: Any) -> tuple[Tensors, Any]:
-    """DeepSeek's blocks, here of 32 rows and 16 columns, with a short last one where they end."""
+def quantize_fp8(weight: Any, dtype: str = "float32") -> tuple[Tensors, Any]:
+    """DeepSeek's blocks, here of 32 rows and 16 columns, with a short last one where they end.
+
+    - `dtype`: of the scales.
+    """
     import torch
 
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % 16, 0, -rows % 32))
     blocks = padded.reshape(padded.shape[0] // 32, 32, padded.shape[1] // 16, 16)
-    scales = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
-    codes = codes.to(torch.float8_e4m3fn).contiguous()
+    scales = (blocks.abs().amax((1, 3)) / 448).to(getattr(torch, dtype))
+    codes = (blocks / scales.float()[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn).contiguous()
     return {"weight": codes, "weight_scale_inv": scales}, dequantize_fp8(codes, scales, [32, 16])
 
 
@@ -34,7 +38,7 @@ def dequantize_fp8(codes: Any, scales: Any, block: list[int]) -> Any:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    tensors = {"m.weight": codes, "m.weight_scale_inv": scales}
+    tensors = {"m.weight": codes, "m.weight_scale_inv": scales.float()}
     dequantizer = FP8BlockDequantizer(weight_block_size=block, dtype=torch.float32)
     found = dequantizer.process(tensors)["m.weight"]
     if not any(length % size for length, size in zip(codes.shape, block, strict=True)):
@@ -214,6 +218,32 @@ float32) → its tensors, and what its authors' library dequantizes them to. The
 and modelopt follow the texts of AutoAWQ, GPTQModel and modelopt, whose own need a GPU; what
 compressed_tensors reads in files of AWQ and modelopt, test_quantized.py compares."""
 
+COMBINATIONS = {
+    "bf16:fp8-16x32-f32": (_BLOCKS, partial(quantize_fp8, dtype="bfloat16")),
+    "e8m0:fp8-16x32-f32": (_BLOCKS, partial(quantize_fp8, dtype="float8_e8m0fnu")),
+    "int:int8-16-bf16": _compressed(
+        "int-quantized", type="int", num_bits=8, strategy="group", group_size=16
+    ),
+    "int:int8-16-bf16-zero": _compressed(
+        "int-quantized", type="int", num_bits=8, strategy="group", group_size=16, symmetric=False
+    ),
+    "pack:int8-16-bf16-zero": _compressed(
+        "pack-quantized", type="int", num_bits=8, strategy="group", group_size=16, symmetric=False
+    ),
+    "pack:int8-channel-bf16": _compressed(
+        "pack-quantized", type="int", num_bits=8, strategy="channel"
+    ),
+    "pack:int4-channel-bf16-zero": _compressed(
+        "pack-quantized", type="int", num_bits=4, strategy="channel", symmetric=False
+    ),
+    "gptq:int8-16-f16": _gptq(8, 16, sym=True),
+    "gptq:int8-16-f16-zero": _gptq(8, 16, sym=False),
+    "gptq_v2:int8-16-f16-zero": _gptq(8, 16, sym=False, checkpoint_format="gptq_v2"),
+    "gptq:int4-channel-f16": _gptq(4, -1, sym=True),
+}
+"""The same of other groups, bits and scales, whose parts are all among FORMATS."""
+WRITTEN = FORMATS | COMBINATIONS
+
 
 _KEPT = ("lm_head", "embed", "norm", ".gate.weight", "expert_gate", "conv1d", "in_proj_a.")
 _KEPT += ("in_proj_b", "visual")
@@ -229,7 +259,7 @@ def quantized_model(
     """Writes a checkpoint whose linear matrices, but for router and head, are quantized; returns
     transformers' model of what they dequantize to.
 
-    - `version`: of FORMATS; or a function from a matrix's name to its version, None for a matrix
+    - `version`: of WRITTEN; or a function from a matrix's name to its version, None for a matrix
       that is not quantized. All versions are then compressed-tensors'.
     """
     import torch
@@ -249,7 +279,7 @@ def quantized_model(
             continue
         if (chosen := choose(name)) is None:
             continue
-        tables[chosen], quantize = FORMATS[chosen]
+        tables[chosen], quantize = WRITTEN[chosen]
         stored, dense[name] = quantize(tensors.pop(name).float())
         tensors |= {name.removesuffix("weight") + part: t for part, t in stored.items()}
     assert dense, "nothing was quantized"
@@ -275,3 +305,32 @@ def quantized_model(
         )
         .eval()
     )
+
+
+def gpt_oss_model(directory: Path, **config: Any) -> Any:
+    """Writes gpt-oss as it is published, stacked experts of random blocks in MXFP4; returns
+    transformers' model of what its own function dequantizes them to."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng, model = np.random.default_rng(0), random_model("GptOss", **config)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for layer in range(model.config.num_hidden_layers):
+        for name, shape in (("gate_up_proj", (6, 64, 2)), ("down_proj", (6, 64, 1))):
+            whole = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[whole]
+            blocks = torch.from_numpy(rng.integers(0, 256, (*shape, 16), np.uint8))
+            scales = torch.from_numpy(rng.integers(121, 126, shape, np.uint8))
+            tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+            made = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+            with torch.no_grad():
+                model.get_parameter(whole).copy_(made.float())
+    save_file(tensors, directory / "model.safetensors")
+    kept = ["model.layers.*.self_attn", "lm_head"]
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": table}))
+    return model

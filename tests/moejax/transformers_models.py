@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from moejax import LLM, SamplingParams
+
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -504,3 +506,28 @@ def logprobs(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     with torch.no_grad(), _in_float64(model):
         logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+
+def assert_agrees(path: Path, model: Any, **options: Any) -> dict[str, Any]:
+    """A run's greedy tokens are those of transformers' model, and the log-probabilities that each
+    was chosen from, of the whole vocabulary, differ by less than 1e-4. Returns the run's stats."""
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts, logits = [[5, 6, 7, 30], [token % vocabulary for token in range(20, 90)]], {}
+
+    def record(step: Any) -> None:
+        for row, request in step.sampled():
+            logits.setdefault(request.request_id, []).append(np.asarray(step.output.logits)[row])
+
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "progress": False, "dtype": "float32"}
+    with LLM(path, **limits | options) as llm:
+        llm.engine.listener = record
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        outputs, stats = llm.generate(prompts, params), llm.stats()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        assert tokens == wanted.argmax(-1).tolist()
+        found = np.stack(logits[output.request_id]).astype(np.float64)
+        found -= np.log(np.exp(found).sum(-1, keepdims=True))
+        assert np.abs(found - wanted).max() < 1e-4
+    return stats

@@ -34,7 +34,7 @@ from pallas_kernels.linear import CodedWeights
 from pallas_kernels.records import RecordFormat, decode
 from tests.moejax.gguf_blocks import assert_bytes_come_back, leaves
 from tests.moejax.gguf_models import ARCHITECTURES, gguf_model
-from tests.moejax.transformers_models import logprobs
+from tests.moejax.transformers_models import assert_agrees
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.torch
@@ -132,25 +132,31 @@ def test_the_library_puts_blocks_where_numpy_does(type_, matrix):
         put_blocks(type_, raw, width, down, found | {"scales": found["scales"][:, :0]})
 
 
+WIDE_OF: dict[str, dict[str, Any]] = {
+    "Mixtral": {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 4},
+    "DeepseekV3": {"hidden_size": 256, "moe_intermediate_size": 256},
+}
+"""Beside Qwen3Moe, whose files of each type llama.cpp wrote: test_gguf_llama_cpp.py."""
+FAMILIES = ("Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5MoeText", "DeepseekV3")
+NOT_NIGHTLY = [(name, "Q8_0") for name in ("Qwen3Moe", "Mixtral", "Qwen3_5MoeText")]
+NOT_NIGHTLY += [("DeepseekV3", "Q6_K")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family",
+    ("family", "type_"),
     [
-        "Qwen3Moe",
-        "Mixtral",
-        pytest.param("Qwen3Next", marks=pytest.mark.nightly),
-        "Qwen3_5MoeText",
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case not in NOT_NIGHTLY))
+        for case in (
+            *((family, "Q8_0") for family in FAMILIES),
+            *((family, type_) for family in WIDE_OF for type_ in FORMATS if type_ != "Q8_0"),
+        )
     ],
 )
-def test_tokens_and_logits_are_those_of_the_dequantized_model(family, directory):
-    path = directory / f"{family}-run.gguf"
-    model = gguf_model(path, family)
-    stats, found = run(path)
-    assert stats["precision"]["versions"] == ["q8_0"]
-    for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
-        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
-        for each, token, row in zip(chosen, tokens, wanted, strict=True):
-            assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+def test_tokens_and_logits_are_those_of_the_dequantized_model(family, type_, directory):
+    path = directory / f"{family}-{type_}-run.gguf"
+    model = gguf_model(path, family, type_, **WIDE_OF[family] if type_.endswith("K") else {})
+    assert assert_agrees(path, model)["precision"]["versions"] == [FORMATS[type_]]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize
 
 from host_offload.policies.precision.precision_names import CHECKPOINT
-from moejax import LLM, SamplingParams
+from moejax import LLM
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from pallas_kernels.records import decode
@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.models.llama_cpp.write import MODELS
 from tests.moejax.gguf_blocks import assert_bytes_come_back, leaves
 from tests.moejax.transformers_models import (
-    logprobs,
+    assert_agrees,
     random_model,
     save,
     separate_experts,
@@ -94,12 +94,4 @@ def test_every_weight_is_that_of_the_dequantized_model(mix, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", MODELS)
 def test_tokens_and_logits_are_those_of_the_dequantized_model(mix):
-    model, prompts = dequantized_model(mix), [[5, 6, 7, 30], [*range(20, 60)]]
-    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
-    limits = {"max_model_len": 64, "max_num_seqs": 2, "progress": False}
-    with LLM(FILES / f"{mix}.gguf", dtype="float32", expert_budget="50%", **limits) as llm:
-        found = [one.outputs[0] for one in llm.generate(prompts, greedy)]
-    for prompt, output in zip(prompts, found, strict=True):
-        wanted = logprobs(model, [*prompt, *output.token_ids])[len(prompt) - 1 : -1]
-        for token, chosen, row in zip(output.token_ids, output.logprobs, wanted, strict=True):
-            assert token == row.argmax() and abs(chosen[token].logprob - row[token]) < 1e-4
+    assert_agrees(FILES / f"{mix}.gguf", dequantized_model(mix), expert_budget="50%")

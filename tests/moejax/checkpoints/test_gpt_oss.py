@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
 from moejax.commands.main import main
 from moejax.errors import UserError
@@ -21,67 +20,30 @@ from tests.moejax.checkpoints.test_quantized import (
     load_torch,
     numbers_back,
     pack_bytes,
+    run,
     set_value,
 )
-from tests.moejax.transformers_models import logprobs, random_model
+from tests.moejax.quantized_models import gpt_oss_model
+from tests.moejax.transformers_models import assert_agrees
 
 pytestmark = pytest.mark.torch
 VERSION = "fp4-32-e8m0"
-PROMPTS = [[5, 6, 7, 30], list(range(20, 90))]
-GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
 EXPERTS = "model.layers.{}.mlp.experts."
-TABLE = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-
-
-def blocks_of(rng, *shape):
-    """Random codes and scales of matrices [..., out, in]."""
-    *rows, width = shape
-    blocks = rng.integers(0, 256, (*rows, width // 32, 16), np.uint8)
-    return blocks, rng.integers(121, 126, (*rows, width // 32), np.uint8)
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A checkpoint, and transformers' model of what its own function dequantizes."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    path, rng = tmp_path_factory.mktemp("gpt_oss") / "model", np.random.default_rng(0)
-    model = random_model("GptOss")
-    model.save_pretrained(path)
-    tensors = load_torch(path / "model.safetensors")
-    for layer in range(2):
-        for name, shape in (("gate_up_proj", (6, 64, 64)), ("down_proj", (6, 64, 32))):
-            whole = EXPERTS.format(layer) + name
-            del tensors[whole]
-            blocks, scales = map(torch.from_numpy, blocks_of(rng, *shape))
-            tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
-            made = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-            with torch.no_grad():
-                model.get_parameter(whole).copy_(made.float())
-    save_file(tensors, path / "model.safetensors")
-    fields = json.loads((path / "config.json").read_text()) | {"quantization_config": TABLE}
-    (path / "config.json").write_text(json.dumps(fields))
-    return path, model
-
-
-def run(path, **options):
-    limits = {"max_model_len": 128, "max_num_seqs": 4, "progress": False, "dtype": "float32"}
-    with LLM(path, **limits, **options) as llm:
-        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
-        return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
+    path = tmp_path_factory.mktemp("gpt_oss") / "model"
+    return path, gpt_oss_model(path)
 
 
 @pytest.mark.slow
 def test_tokens_and_logits_are_those_of_transformers(published):
     path, model = published
-    stats, found = run(path, expert_budget="50%")
+    stats = assert_agrees(path, model, expert_budget="50%")
     assert stats["precision"]["versions"] == [VERSION] and stats["ops"]["expert_ffn"] == "cpu"
-    for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
-        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
-        for each, token, row in zip(chosen, tokens, wanted, strict=True):
-            assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+    found = run(path)[1]
     for options in ({"expert_budget": "0"}, {"driver": "host"}):
         assert run(path, **options)[1] == found, options
 

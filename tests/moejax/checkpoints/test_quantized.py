@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
 import re
 import shutil
 import tracemalloc
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,11 +26,20 @@ from moejax.checkpoints.orbax.own import read_expert
 from moejax.checkpoints.shards import INDEX, SINGLE
 from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.models.gguf_header import read_gguf
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
 from tests.moejax.gguf_models import gguf_model
-from tests.moejax.quantized_models import FORMATS, dequantize_fp8, pack_words, quantized_model
-from tests.moejax.transformers_models import logprobs, random_model
+from tests.moejax.quantized_models import (
+    COMBINATIONS,
+    FORMATS,
+    WRITTEN,
+    dequantize_fp8,
+    gpt_oss_model,
+    pack_words,
+    quantized_model,
+)
+from tests.moejax.transformers_models import assert_agrees, random_model
 
 pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
@@ -37,8 +48,9 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False}
 FAMILIES = ("Qwen3Moe", "DeepseekV3", "Mixtral")
 FP8, AWQ, GPTQ = "fp8-16x32-f32", "awq:int4-32-f16-zero", "gptq:int4-16-f16"
 CASES = [(version, family) for version in FORMATS for family in FAMILIES]
-CASES += [(FP8, "Qwen3Next"), (FP8, "Qwen3_5Moe")]
-IN_CI = [CASES[0], *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", AWQ, GPTQ))]
+CASES += [(FP8, "Qwen3Next"), (FP8, "Qwen3_5Moe"), (FP8, "NemotronH")]
+CASES += [("fp4-16-e4m3divf32", "NemotronH"), ("modelopt:fp4-16-e4m3xf32", "NemotronH")]
+IN_CI = [CASES[0], (FP8, "NemotronH"), *((v, "Qwen3Moe") for v in ("fp4-32-e8m0", AWQ, GPTQ))]
 """The first one in the quick suite too; what a record of each format means is tested below."""
 WHOLE_GROUPS = {"DeepseekV3": {"q_lora_rank": 32, "v_head_dim": 16}}
 """Widths that groups divide, without which nobody writes them: FP8's blocks may be cut off."""
@@ -73,12 +85,32 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(version, family, d
     path = directory / f"{version}-{family}"
     config = {} if version == FP8 else WHOLE_GROUPS.get(family, {})
     model = quantized_model(path, version, family, **config)
-    stats, found = run(path)
+    stats = assert_agrees(path, model)
     assert stats["precision"]["versions"] == [version.partition(":")[2] or version]
-    for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
-        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
-        for each, token, row in zip(chosen, tokens, wanted, strict=True):
-            assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+
+
+def differ_by_matrix(name):
+    return {"gate_proj": "int8-32-bf16", "up_proj": "int4-16-bf16"}.get(
+        name.split(".")[-2], "int8-channel-bf16"
+    )
+
+
+def differ_by_expert(name):
+    return "int8-32-bf16" if "experts.2." in name else "int4-16-bf16"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("choose", "versions"),
+    [
+        (differ_by_matrix, ["int8-32-bf16+int4-16-bf16+int8-channel-bf16"]),
+        (differ_by_expert, ["dense"]),
+    ],
+)
+def test_formats_may_differ_by_matrix_and_by_expert(choose, versions, tmp_path):
+    model = quantized_model(tmp_path / "model", choose)
+    stats = assert_agrees(tmp_path / "model", model, expert_budget="50%")
+    assert stats["precision"]["versions"] == versions
 
 
 OPTIONS = {
@@ -95,13 +127,26 @@ OPTIONS = {
 }
 ZERO, NVFP4, MXFP4 = "int4-16-bf16-zero", "fp4-16-e4m3divf32", "fp4-32-e8m0"
 MODELOPT = "modelopt:fp4-16-e4m3xf32"
-ONE_OF_EACH = (FP8, "int4-16-bf16", ZERO, "int8-32-bf16", AWQ, GPTQ, NVFP4, MXFP4)
+GPT_OSS = "gpt-oss"
+_WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
+GGUF: dict[str, dict[str, Any]] = {
+    **{f"{type_}.gguf": {"experts": type_} for type_ in ("Q4_0", "Q5_0", "Q8_0")},
+    "Q4_K_M.gguf": {"experts": "Q4_K", "down": "Q6_K", **_WIDE},
+    "gpt-oss.gguf": {"family": "GptOss", "experts": "MXFP4"},
+}
+"""Name of a file → what gguf_model makes it of."""
+ONE_OF_EACH = (FP8, "int4-16-bf16", ZERO, "int8-32-bf16", AWQ, GPTQ, NVFP4, MXFP4, GPT_OSS, *GGUF)
 
 
 @functools.cache
 def written(directory, version, layers=2):
-    path = directory / f"{version}-{layers}"
-    quantized_model(path, version, num_hidden_layers=layers)
+    path = directory / f"{layers}-{version}"
+    if version in GGUF:
+        gguf_model(path, num_hidden_layers=layers, **GGUF[version])
+    elif version == GPT_OSS:
+        gpt_oss_model(path, num_hidden_layers=layers)
+    else:
+        quantized_model(path, version, num_hidden_layers=layers)
     return path
 
 
@@ -121,7 +166,7 @@ def fp8(directory):
             marks=[pytest.mark.nightly]
             * (version != FP8 and (name != "eviction" or version not in ONE_OF_EACH)),
         )
-        for version in FORMATS
+        for version in (*FORMATS, GPT_OSS, *GGUF)
         for name, options in OPTIONS.items()
         if version in ONE_OF_EACH or name in ("eviction", "bfloat16")
     ],
@@ -166,13 +211,6 @@ def mixed(directory):
     return path
 
 
-@pytest.fixture(scope="module")
-def gguf(directory):
-    path = directory / "store.gguf"
-    gguf_model(path, experts="Q8_0")
-    return path
-
-
 CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,host_memory=512KiB"}
 
 
@@ -181,11 +219,14 @@ CACHED = {"driver": "host", "transfers": "queue", "ops": "xla", "store": "file,h
     "source",
     [
         FP8,
-        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("mixed", "gguf", *ONE_OF_EACH[1:])),
+        *(
+            pytest.param(s, marks=pytest.mark.nightly)
+            for s in ("mixed", *ONE_OF_EACH[1:-6], "Q8_0.gguf")
+        ),
     ],
 )
 def test_no_store_changes_a_bit(source, request, directory, monkeypatch, tmp_path):
-    one = source in FORMATS
+    one = source != "mixed"
     path = written(directory, source, 4) if one else request.getfixturevalue(source)
     converted = convert(path, tmp_path / "converted", "float32").directory
     monkeypatch.setattr(shared_memory, "SHM", tmp_path)
@@ -275,14 +316,16 @@ def load_torch(path):
     return load_file(path)
 
 
-@pytest.mark.parametrize("version", FORMATS)
+@pytest.mark.parametrize(
+    "version", [*FORMATS, *(pytest.param(v, marks=pytest.mark.slow) for v in COMBINATIONS)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dtype, directory):
     import torch
 
     path = written(directory, version)
     loaded = load_checkpoint(path, dtype, versions=(CHECKPOINT,))
-    table, version = FORMATS[version][0], version.partition(":")[2] or version
+    table, version = WRITTEN[version][0], version.partition(":")[2] or version
     assert [*loaded.store.arrays] == [version]
     fmt, records = loaded.store.layouts[version], np.asarray(loaded.store.arrays[version])
     dense = path.with_name(f"{path.name}-dense")
@@ -298,6 +341,7 @@ def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dty
         stored.pop("input_scale", None)  # of activations
         found = tensors_back(record, fmt, matrix, table, [*stored])
         for name, values in stored.items():
+            values = values.float() if name == "weight_scale_inv" else values  # as records hold it
             values = values.reshape(values.shape or (1,)).contiguous()
             assert found[name].tobytes() == values.view(torch.uint8).numpy().tobytes(), name
     loaded.store.delete()
@@ -383,15 +427,15 @@ QUICK = (FP8, ZERO, AWQ, "gptq:int4-32-f16-zero")
 
 
 @pytest.mark.parametrize(
-    "version", [pytest.param(v, marks=[pytest.mark.slow] * (v not in QUICK)) for v in FORMATS]
+    "version", [pytest.param(v, marks=[pytest.mark.slow] * (v not in QUICK)) for v in WRITTEN]
 )
 def test_weights_are_those_that_the_libraries_dequantize(version, directory, tmp_path):
     """A scale of 0 too, with which all of them make 0, or −0 of a negative code, and any zeros:
     GPTQ's, less 1, may borrow from their neighbours in a word."""
     import torch
 
-    table, random_bytes = FORMATS[version][0], np.random.default_rng(0)
-    least = 2 if version == MXFP4 else 0  # below 2⁻¹²⁵ there are products that XLA takes for 0
+    table, random_bytes = WRITTEN[version][0], np.random.default_rng(0)
+    least = 16 if "e8m0" in version else 0  # products below 2⁻¹²⁶ are 0 to XLA
 
     def edit(tensors):
         for name, tensor in tensors.items():
@@ -657,14 +701,22 @@ def test_tensors_of_a_matrix_may_lie_in_several_files(source, sources, tmp_path)
 
 
 @pytest.mark.slow
-def test_loading_takes_one_copy_and_less_than_a_shard(directory, tmp_path):
-    path = directory / "many"
-    quantized_model(path, ZERO, num_experts=24, moe_intermediate_size=1024)
-    in_shards(path, tmp_path / "model", shards=3)
-    shard = max(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+@pytest.mark.parametrize("of_gguf", [False, True])
+def test_loading_takes_one_copy_and_less_than_a_shard(of_gguf, tmp_path):
+    """A file of GGUF is one shard: less than its experts in one matrix of a layer."""
+    config: dict[str, Any] = {"num_experts": 24, "moe_intermediate_size": 1024}
+    path = tmp_path / "many.gguf"
+    if of_gguf:
+        gguf_model(path, **config)
+        shard = max(each.nbytes for each in read_gguf(path)[0].tensors.values())
+    else:
+        quantized_model(tmp_path / "many", ZERO, **config)
+        in_shards(tmp_path / "many", path := tmp_path / "model", shards=3)
+        shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
+    load_checkpoint(path, versions=(CHECKPOINT,)).store.delete()  # imports, which count too
     tracemalloc.start()
     try:
-        loaded = load_checkpoint(tmp_path / "model", versions=(CHECKPOINT,))
+        loaded = load_checkpoint(path, versions=(CHECKPOINT,))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -746,6 +798,30 @@ def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
         LLM(path, store="file", **LIMITS)
 
 
+def input_activations(fields):
+    group = fields["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = group["weights"] | {"dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "config", "said"),
+    [
+        (MODELOPT, None, True),
+        (NVFP4, input_activations, True),
+        ("int8-channel-bf16", input_activations, True),
+        ("int8-channel-bf16", None, False),
+    ],
+)
+def test_the_plan_says_where_authors_quantize_activations_too(
+    source, config, said, directory, tmp_path
+):
+    path = changed(written(directory, source), tmp_path / "model", lambda tensors: None, config)
+    with LLM(path, **LIMITS) as llm:
+        notes = " ".join(llm.plan.budget.notes)
+    assert ("activations stay bfloat16, though the authors quantize them" in notes) == said
+
+
 @pytest.mark.slow
 def test_a_conversion_keeps_the_codes_and_one_expert_can_be_read(mixed, tmp_path):
     path = convert(mixed, tmp_path / "model", "float32").directory
@@ -824,8 +900,13 @@ def _fp4(weight):
     return packed, scales, Fp8Dequantize(None)._dequantize_one(packed, scales, torch.float32)
 
 
-def test_deepseek_v4_in_fp8_and_fp4(tmp_path):
+@pytest.mark.parametrize(
+    ("experts", "version"),
+    [("fp4", MXFP4), pytest.param("fp8", "fp8-8x32-f32", marks=pytest.mark.slow)],
+)
+def test_deepseek_v4_in_fp8_and_fp4(experts, version, tmp_path):
     """Under the names of its files, beside a layer that predicts a further token."""
+    import torch
     from safetensors.torch import save_file
 
     random_model("DeepseekV4").save_pretrained(tmp_path / "dense")
@@ -837,7 +918,7 @@ def test_deepseek_v4_in_fp8_and_fp4(tmp_path):
         own = published.get(start, "") + name.removeprefix(start)
         stored[own] = tensor
         if re.search(r"\.w(q|kv|o|\d)", name) and ".compressor." not in name:
-            quantize = _fp4 if ".experts." in name else _fp8_in_powers
+            quantize = _fp4 if ".experts." in name and experts == "fp4" else _fp8_in_powers
             scale = own.removesuffix("weight") + "scale"
             stored[own], stored[scale], dense[name] = quantize(tensor)
             stored |= {f"mtp.0.{key}": stored[key].clone() for key in (own, scale)}
@@ -847,9 +928,21 @@ def test_deepseek_v4_in_fp8_and_fp4(tmp_path):
         {name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors"
     )
     table = {"quant_method": "fp8", "weight_block_size": [32, 8], "scale_fmt": "ue8m0"}
-    config |= {"quantization_config": table, "expert_dtype": "fp4"}
+    config |= {"quantization_config": table, "expert_dtype": experts}
     (path / "config.json").write_text(json.dumps(config))
-    assert [*load_checkpoint(path, versions=(CHECKPOINT,)).store.arrays] == ["fp4-32-e8m0"]
+    store = load_checkpoint(path, versions=(CHECKPOINT,)).store
+    ((own, records),), (fmt,) = store.arrays.items(), store.layouts.values()
+    assert own == version
+    for (layer, expert), (number, matrix) in itertools.product(
+        np.ndindex(records.shape[:2]), {"1": "gate", "2": "down", "3": "up"}.items()
+    ):
+        name = f"layers.{layer}.ffn.experts.{expert}.w{number}"
+        record = np.asarray(records[layer, expert])
+        codes, scales = stored[f"{name}.weight"], stored[f"{name}.scale"]
+        back = pack_bytes(codes_back(record, fmt, matrix), fmt.bits)
+        assert back.tobytes() == codes.view(torch.uint8).numpy().tobytes()
+        scales = scales.view(torch.uint8) if experts == "fp4" else scales.float()
+        assert numbers_back(record, fmt, matrix)["scales"].tobytes() == scales.numpy().tobytes()
     found, wanted = load_checkpoint(path), load_checkpoint(tmp_path / "dense")
     for one, other in zip(*(jax.tree.leaves(m.params) for m in (found, wanted)), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
