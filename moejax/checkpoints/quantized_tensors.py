@@ -308,8 +308,10 @@ class QuantizedReader:
         - `dtype`: the run's.
         - `index`: which one of a stack.
 
-        Raises UserError that names the tensor, for codes or scales that give no finite weights.
+        Raises UserError that names the tensor, for codes or scales that give no finite weights, and
+        as check_order.
         """
+        self.check_order(name)
         stored = self.file.matrices[name]
         layout, encoding = stored.layout, stored.encoding
         out, width = stored.shape[-2:]
@@ -333,19 +335,26 @@ class QuantizedReader:
             said = [] if layout.shape is None else self._read(stored, layout.shape).tolist()
             if layout.shape is not None and said != [out, width]:
                 raise QuantizedError(f"has {layout.shape[0]}, which says {said}")
-            if layout.order is not None:
-                groups = np.arange(width) // (encoding.groups[0] or width)
-                if (self._read(stored, layout.order) != groups).any():
-                    raise QuantizedError(
-                        "has columns ordered by activation (desc_act, in g_idx), which is not "
-                        "supported"
-                    )
             matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding, zeros, whole)
             matrix.check(dtype)
         except QuantizedError as error:
             of = "" if index is None else f"expert {index} of "
             raise UserError(f"{self.file.path}: {of}matrix {name} {error}") from None
         return matrix
+
+    def check_order(self, name: str) -> None:
+        """Raises UserError for a matrix whose columns are not in the order of their groups."""
+        stored = self.file.matrices[name]
+        if stored.layout.order is None:
+            return
+        width = stored.shape[-1]
+        groups = np.arange(width) // (stored.encoding.groups[0] or width)
+        if (self._read(stored, stored.layout.order) != groups).any():
+            raise UserError(
+                f"{self.file.path}: matrix {name} has columns ordered by activation (desc_act, in "
+                "g_idx), which is not supported; use a checkpoint made with desc_act=False, or one "
+                "in another format of docs/how-to/quantized_checkpoints.md"
+            )
 
     def _read(self, stored: Stored, tensor: Tensor, index: int | None = None) -> np.ndarray:
         shard, name = stored.shards[tensor[0]], stored.base + tensor[0]
@@ -397,6 +406,29 @@ def find_quantized(
         virtual = {name: Header("float32", stored.shape) for name, stored in matrices.items()}
         files.append(QuantizedShard(shard, plain | virtual, matrices))
     return tuple(files)
+
+
+def check_orders(files: Sequence[QuantizedShard]) -> None:
+    """Reads the order of columns of one matrix of each file, and raises as
+    QuantizedReader.check_order. A checkpoint is made with one setting, so that the others are most
+    likely alike; the order of each is checked when it is read."""
+    for file in files:
+        ordered = (name for name, stored in file.matrices.items() if stored.layout.order)
+        if (name := next(ordered, None)) is not None:
+            with file.open() as reader:
+                reader.check_order(name)
+
+
+def missing_scales(quantization: Quantization, name: str, dtype: str) -> tuple[str, ...]:
+    """The names that the scales of a tensor may have, if it could be the codes of a matrix whose
+    scales are missing."""
+    layouts = (LAYOUTS[scheme.layout] for scheme in quantization.schemes)
+    ends = [(*layout.codes, layout.scales[0]) for layout in layouts]
+    return tuple(
+        name.removesuffix(codes) + scales
+        for codes, dtypes, scales in ends
+        if name.endswith(codes) and dtype in dtypes
+    )
 
 
 def _stored(base: str, scheme: Scheme, owner: Mapping[str, Shard]) -> Stored:

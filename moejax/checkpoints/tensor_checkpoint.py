@@ -24,7 +24,12 @@ from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Tas
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.gguf_tensors import GgufFile, open_gguf
 from moejax.checkpoints.orbax.layout import DENSE
-from moejax.checkpoints.quantized_tensors import QuantizedShard, find_quantized
+from moejax.checkpoints.quantized_tensors import (
+    QuantizedShard,
+    check_orders,
+    find_quantized,
+    missing_scales,
+)
 from moejax.checkpoints.shards import (
     Shard,
     TensorFile,
@@ -353,8 +358,8 @@ def open_tensors(
     name_map: str | os.PathLike | None = None,
     predictor: bool = False,
 ) -> TensorCheckpoint:
-    """Opens a checkpoint. It reads headers, and weights only to compare an lm_head with the
-    embeddings that it is tied to.
+    """Opens a checkpoint. It reads headers, weights only to compare an lm_head with the embeddings
+    that it is tied to, and of GPTQ the order of columns of one matrix of each file.
 
     - `kind`: the result of checkpoint_format, "safetensors", "orbax" or "gguf".
     - `step`, `name_map`, `predictor`: as in load_checkpoint.
@@ -386,6 +391,7 @@ def open_tensors(
                 files,
                 lambda name: wanted[name].shape if name in wanted else None,
             )
+            check_orders(files)
     owner = {name: file for file in files for name in file.tensors}
     check_experts(config, str(directory))
     shapes = {name: file.tensors[name].shape for name, file in owner.items()}
@@ -441,6 +447,12 @@ def _check_names(
         place = places.get(name)
         is_table = isinstance(place, ParamPlace) and place.key in TABLES
         if dtype not in NUMPY_DTYPES and not (is_table and np.dtype(dtype).kind == "i"):
+            if config.quantization and (scales := missing_scales(config.quantization, name, dtype)):
+                raise UserError(
+                    f"{file.path}: tensor {name} has dtype {dtype}, and its scales "
+                    f"{' or '.join(scales)} are missing, which config.json's quantization "
+                    f"({config.quantization.method}) needs; download the checkpoint again"
+                )
             raise UserError(
                 f"{file.path}: tensor {name} has dtype {dtype}, but config.json names no "
                 "quantization that has it there; use a checkpoint in one of the formats of "

@@ -27,6 +27,7 @@ from moejax.checkpoints.shards import INDEX, SINGLE
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_header import read_gguf
+from moejax.start.report.model_info import read_headers
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
 from tests.moejax.gguf_models import gguf_model
@@ -610,7 +611,12 @@ HOSTILE = {
     "flat scales": ("fp8", flat, (SCALE,), f"{SCALE} must have two axes"),
     "another dtype": ("fp8", as_dtype, (SCALE, "int32"), f"{SCALE} has dtype int32; .*float32"),
     "no codes": ("fp8", lambda n: lambda t: t.pop(n), (f"{UP}.weight",), "has no .*beside it"),
-    "no scales": ("fp8", lambda n: lambda t: t.pop(n), (SCALE,), f"{UP}.weight has dtype float8"),
+    "no scales": (
+        "fp8",
+        lambda n: lambda t: t.pop(n),
+        (SCALE,),
+        f"{UP}.weight has .* {SCALE} are missing",
+    ),
     "lying shape": ("int4", set_value, (f"{UP}.weight_shape", 0, 64), "weight_shape, which says"),
     "shape of many": ("int4", many, (f"{UP}.weight_shape",), r"two numbers, not \[4, 2\]"),
     "whole beside codes": ("int4", many, (f"{UP}.weight",), f"{UP}.weight is there beside"),
@@ -665,6 +671,24 @@ def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp
     path = changed(sources(source), tmp_path / "model", edit(*arguments))
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, versions=(CHECKPOINT,))
+
+
+def test_an_order_by_activation_is_refused_before_weights_are_read(sources, tmp_path):
+    def act_order(fields):
+        fields["quantization_config"]["desc_act"] = True
+
+    def turn(tensors):
+        for name in tensors:
+            if name.endswith(".g_idx"):
+                tensors[name] = tensors[name].flip(0)
+
+    path = changed(sources("gptq"), tmp_path / "turned", turn, act_order)
+    with pytest.raises(UserError, match=r"matrix model\..* columns ordered by activation .*use a"):
+        read_headers(path)
+    with pytest.raises(UserError, match=r"matrix model\..* columns ordered by activation"):
+        convert(path, tmp_path / "model")
+    assert [*tmp_path.iterdir()] == [path]
+    read_headers(changed(sources("gptq"), tmp_path / "in order", lambda tensors: None, act_order))
 
 
 def in_shards(path, to, shards=5):
