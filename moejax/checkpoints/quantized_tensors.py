@@ -277,6 +277,14 @@ class QuantizedShard:
         """The record format of a tensor; None: it is not quantized."""
         return self.matrices[name].version if name in self.matrices else None
 
+    def count_bytes(self, name: str) -> int:
+        """Bytes of a tensor in the files, with its scales and zeros."""
+        headers = [self.tensors[name]]
+        if (stored := self.matrices.get(name)) is not None:
+            parts = stored.shards.items()
+            headers = [shard.tensors[stored.base + end] for end, shard in parts]
+        return sum(math.prod(h.shape) * np.dtype(h.dtype).itemsize for h in headers)
+
     @contextlib.contextmanager
     def open(self) -> Iterator[QuantizedReader]:
         with contextlib.ExitStack() as stack:

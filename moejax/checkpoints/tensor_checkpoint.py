@@ -56,6 +56,7 @@ from moejax.models.families import FAMILIES
 from moejax.models.gguf_config import FLOATS
 from moejax.models.gguf_header import read_gguf
 from moejax.models.next_token import predictor_of
+from moejax.models.quantization import Quantization
 from pallas_kernels.cpu.gguf import FIELDS, KINDS
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.linear.coded import CODED_DTYPES, CodedLayers, CodedRows, lay_out
@@ -400,7 +401,7 @@ def open_tensors(
     if config.dtype is None:
         config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
     if (quantization := config.quantization) is not None:
-        quantization = dataclasses.replace(quantization, versions=_versions(config, places, files))
+        quantization = _with_versions(quantization, config, places, files)
         config = dataclasses.replace(config, quantization=quantization)
     opened = TensorCheckpoint(directory, config, str(config.dtype), files, places)
     if opened.left_out:
@@ -415,12 +416,16 @@ def _group_name(name: str) -> str:
     return name if found is None else found[0]
 
 
-def _versions(
-    config: ModelConfig, places: Mapping[str, Place], files: Sequence[TensorFile]
-) -> tuple[str, ...]:
-    """The version of each MoE layer's experts: that of their matrices. A layer whose experts differ
-    is dense."""
+def _with_versions(
+    quantization: Quantization,
+    config: ModelConfig,
+    places: Mapping[str, Place],
+    files: Sequence[TensorFile],
+) -> Quantization:
+    """Returns the quantization with the version of each MoE layer's experts: that of their
+    matrices. A layer whose experts differ is dense, and counted."""
     found: list[dict[str, set[str]]] = [{m: set() for m in MATRICES} for _ in config.moe_versions]
+    nbytes = [0] * len(found)
     for file in files:
         for name, place in ((name, places.get(name)) for name in file.tensors):
             if isinstance(place, ExpertPlace) and not place.is_bias:
@@ -428,12 +433,21 @@ def _versions(
                 version = file.version_of(name) if quantized else None
                 for matrix in place.matrices:
                     found[place.layer][matrix].add(version or DENSE)
+                if isinstance(file, QuantizedShard):
+                    nbytes[place.layer] += file.count_bytes(name)
     for layer in found:  # without a gate it is up's
         layer["gate"] = layer["gate"] or layer["up"]
-    alike = (all(len(names) == 1 for names in layer.values()) for layer in found)
-    return tuple(
+    alike = [all(len(names) == 1 for names in layer.values()) for layer in found]
+    versions = (
         join_names([*itertools.chain(*layer.values())]) if same else DENSE
         for layer, same in zip(found, alike, strict=True)
+    )
+    uneven = [count for count, same in zip(nbytes, alike, strict=True) if not same]
+    return dataclasses.replace(
+        quantization,
+        versions=tuple(versions),
+        uneven_layers=len(uneven),
+        uneven_bytes=sum(uneven),
     )
 
 

@@ -54,6 +54,10 @@ class Quantization:
     and, when the headers of the tensors are read, as they say."""
     activations: bool = False
     """Its authors mean activations to be quantized too; moejax leaves them as they are."""
+    uneven_layers: int = 0
+    """How many MoE layers are dense because their experts are in formats that differ by expert."""
+    uneven_bytes: int = 0
+    """What the experts of those layers take in the files."""
 
 
 class _Table:

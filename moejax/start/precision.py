@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from host_offload.control.paging import PagedSpec, version_cells
-from host_offload.memory.budget import Share
+from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import (
     ResidentSpec,
@@ -217,6 +217,14 @@ def checkpoint_notes(
         rest += ", but for those that only products read, which stay in their codes"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"
+    if own.uneven_layers and "dense" in precision.versions:
+        record = dataclasses.replace(layout.records[0], version="dense")
+        dense = own.uneven_layers * config.num_experts * record.nbytes
+        rest = (
+            f"experts of {own.uneven_layers} of {sum(config.moe_layers)} MoE layers are in formats "
+            f"that differ by expert, so they are dequantized to {dtype} and take "
+            f"{format_bytes(dense)}, in the file {format_bytes(own.uneven_bytes)}; {rest}"
+        )
     if precision.mixed and precision.versions[HI] in held:
         return [f"high experts are as the checkpoint has them; {rest}"]
     if not precision.of_checkpoint:

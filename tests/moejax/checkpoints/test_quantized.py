@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.quantized import QuantizedMatrix, numbers_dtype
 from moejax import LLM, SamplingParams
@@ -27,6 +28,8 @@ from moejax.checkpoints.shards import INDEX, SINGLE
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_header import read_gguf
+from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
 from moejax.start.report.model_info import read_headers
 from pallas_kernels.records import decode
 from pallas_kernels.records.format import encoding_of
@@ -805,6 +808,26 @@ def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
     assert found == run(path, precision="dense")[1]
     with LLM(path, precision="dense", **LIMITS) as llm:
         assert "other fp8 matrices are dequantized" in " ".join(llm.plan.budget.notes)
+
+
+def choose_by_expert(name):
+    if ".layers.1." in name and ".experts.2." in name:
+        return "int8-32-bf16"
+    return "int4-16-bf16"
+
+
+def test_the_plan_says_what_experts_in_formats_that_differ_by_expert_take(tmp_path):
+    quantized_model(tmp_path / "model", choose_by_expert)
+    tensors = load_torch(tmp_path / "model" / "model.safetensors")
+    of_layer = (t for name, t in tensors.items() if ".layers.1.mlp.experts." in name)
+    in_file = format_bytes(sum(t.nbytes for t in of_layer))
+    for precision in (None, "dense"):
+        config = Config.of(tmp_path / "model", precision=precision, **LIMITS)
+        notes = " ".join(dry_run(config)[0].budget.notes)
+        assert "experts of 1 of 2 MoE layers are in formats that differ by expert" in notes
+        assert f"dequantized to bfloat16 and take 72 KiB, in the file {in_file};" in notes
+    config = Config.of(tmp_path / "model", precision="int4", **LIMITS)
+    assert "differ by expert" not in " ".join(dry_run(config)[0].budget.notes)
 
 
 @pytest.mark.slow
