@@ -40,7 +40,7 @@ def dequantize_fp8(codes: Any, scales: Any, block: list[int]) -> Any:
 
     tensors = {"m.weight": codes, "m.weight_scale_inv": scales.float()}
     dequantizer = FP8BlockDequantizer(weight_block_size=block, dtype=torch.float32)
-    found = dequantizer.process(tensors)["m.weight"]
+    found = dequantizer.process(tensors)["m.weight"].contiguous()
     if not any(length % size for length, size in zip(codes.shape, block, strict=True)):
         other = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
         assert torch.equal(found, other)
