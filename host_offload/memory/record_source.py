@@ -21,10 +21,10 @@ from host_offload.memory.device_memory import shares_memory
 from pallas_kernels.cpu.checksums import KINDS, checksum
 from pallas_kernels.cpu.gguf import BLOCK_MATRIX
 from pallas_kernels.cpu.library import why_not_cpu
-from pallas_kernels.cpu.sources import MEMORY, NOWHERE, SOURCE, Sources
+from pallas_kernels.cpu.sources import MEMORY, NOWHERE, PIECES, SOURCE, Sources
 from pallas_kernels.records.format import RecordFormat
 
-NO_BLOCKS = np.zeros(3, BLOCK_MATRIX)
+NO_BLOCKS = np.zeros(PIECES, BLOCK_MATRIX)
 
 
 class RecordSource(Protocol):
@@ -55,7 +55,7 @@ class RecordSource(Protocol):
 
     @property
     def blocks(self) -> np.ndarray:
-        """BLOCK_MATRIX[3], the matrices that lie in blocks, see Sources."""
+        """BLOCK_MATRIX[PIECES], what lies in blocks of a file, see Sources."""
         ...
 
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
@@ -243,9 +243,9 @@ def locate_records(
 
 
 def place_parts(first: np.ndarray, record: RecordFormat) -> np.ndarray:
-    """Returns int64[L, E, 3], where the parts of contiguous records begin.
+    """Returns int64[L, E, PIECES], where the parts of contiguous records begin.
 
     - `first`: int64[L, E], where the first part begins.
     """
     begins = [0, *np.cumsum(record.waited)[:-1].tolist()]
-    return first[..., None] + np.array([*begins, 0, 0][:3], np.int64)
+    return first[..., None] + np.array([*begins, *(0,) * PIECES][:PIECES], np.int64)

@@ -57,7 +57,7 @@ from moejax.models.gguf_config import FLOATS
 from moejax.models.gguf_header import read_gguf
 from moejax.models.next_token import predictor_of
 from moejax.models.quantization import Quantization
-from pallas_kernels.cpu.gguf import FIELDS, KINDS
+from pallas_kernels.cpu.gguf import BIASES, FIELDS, KINDS
 from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.linear.coded import CODED_DTYPES, CodedLayers, CodedRows, lay_out
 from pallas_kernels.records import RecordFormat
@@ -171,13 +171,22 @@ class TensorCheckpoint(Checkpoint):
         if isinstance(file, GgufFile):
             type_ = file.sources[name].tensor.type
             stored = FLOATS.get(type_, type_)
-        if place.turned or place.is_bias:
-            why = "lies otherwise"
+        if place.is_bias and (version == DENSE or not isinstance(file, GgufFile)):
+            why = "is a bias, which is read so only beside codes of a GGUF file"
+        elif place.is_bias and stored != "float32":
+            why = f"is a bias in {stored}, not float32"
+        elif place.turned:
+            why = "is stored transposed"
         elif not isinstance(file, Shard | GgufFile):
             why = "has its codes in another order"
         elif version == DENSE and stored != dtype:
             why, into = f"is in {stored}, not {dtype}", f"{into} --dtype {dtype}"
-        elif version != DENSE and isinstance(file, GgufFile) and stored not in KINDS:
+        elif (
+            version != DENSE
+            and isinstance(file, GgufFile)
+            and not place.is_bias
+            and stored not in KINDS
+        ):
             why = "is not quantized, as others of its expert are"
         elif version != DENSE and dtype == "float16":
             why, into = "may have scales that float16 cannot hold", f"{into} --dtype bfloat16"
@@ -323,14 +332,23 @@ class TensorRecords:
         found, row = NO_BLOCKS.copy(), 2 * self.format.hidden
         for file, name, place in () if self._is_dense else self.tensors[0, 0]:
             assert isinstance(file, GgufFile), "others are read through a cache"
-            mine = found[self.format.matrices.index(place.matrix)]
-            tensor, (rows, width) = file.sources[name].tensor, place.shape
-            mine["kind"], mine["rows"], mine["width"] = KINDS[tensor.type], rows, width
+            mine, tensor = found[self._piece_of(place.matrix)], file.sources[name].tensor
+            mine["rows"], mine["width"] = math.prod(place.shape[:-1]), place.shape[-1]
             mine["bytes"], mine["down"] = tensor.nbytes // tensor.shape[0], place.matrix == "down"
+            if place.is_bias:
+                mine["kind"], span = BIASES[self.dtype], self.format.spans[place.matrix]
+                mine["places"][0], mine["sizes"][0] = row * span[0], row * span[1]
+                continue
+            mine["kind"] = KINDS[tensor.type]
             for i, field in enumerate(FIELDS):
                 if span := self.format.spans.get(f"{place.matrix}_{field}"):
                     mine["places"][i], mine["sizes"][i] = row * span[0], row * span[1]
         return found
+
+    def _piece_of(self, matrix: str) -> int:
+        """The index of a matrix, or after all of them of a bias, in SOURCE."""
+        matrices = self.format.matrices
+        return [*matrices, *(f"{each}_bias" for each in matrices)].index(matrix)
 
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
         table = np.zeros(self.shape, SOURCE)
@@ -346,7 +364,7 @@ class TensorRecords:
                     assert isinstance(file, Shard), "others are read through a cache"
                     stacked = key[1] if place.expert is None else 0
                     first = file.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
-                for number, part in enumerate(map(self.format.matrices.index, place.matrices)):
+                for number, part in enumerate(map(self._piece_of, place.matrices)):
                     table["place"][key][part] = first + number * self.format.waited[0]
                     table["file"][key][part] = number_file(str(path))
         return table

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.cpu.finalizer import finalize_here
 from pallas_kernels.cpu.gguf import BLOCK_MATRIX
 from pallas_kernels.cpu.library import call, int32, library
-from pallas_kernels.cpu.sources import Sources
+from pallas_kernels.cpu.sources import PIECES, Sources
 
 TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
 """A shape that no other array of a step has. If XLA does not see that a write of the arena comes
@@ -136,7 +136,7 @@ class ArenaMemory:
             np.ascontiguousarray(sources.records),
         )
         turned = np.array(sources.turned, np.int64)
-        blocks = np.zeros((len(parts), 3), BLOCK_MATRIX)
+        blocks = np.zeros((len(parts), PIECES), BLOCK_MATRIX)
         for mine, each in zip(blocks, sources.blocks, strict=False):  # none, or all
             mine[:] = each
         pointers = (array.ctypes.data for array in (shape, records, parts))

@@ -13,7 +13,7 @@
 namespace moejax {
 namespace {
 
-enum Kind : int32_t { Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4 };
+enum Kind : int32_t { Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, AS_BF16, AS_F32 };
 enum Field { CODES, HIGHS, SCALES, SUPERS, MINS, MIN_SUPERS, FIELDS };
 
 constexpr int64_t kTile = 32;  // rows at once: their codes stay in the cache
@@ -210,9 +210,29 @@ int64_t size_of(const Layout& layout, const BlockMatrix& m, int field) {
   return m.rows * (m.width / layout.weights) * layout.numbers[field].size;
 }
 
+inline bool is_bias(const BlockMatrix& m) { return m.kind == AS_BF16 || m.kind == AS_F32; }
+
+// Float32 values, into the place of the codes, as bfloat16 to nearest even or as they are.
+int put_values(const BlockMatrix& m, const uint8_t* raw, uint8_t* record) {
+  const int64_t count = m.rows * m.width, size = count * (m.kind == AS_BF16 ? 2 : 4);
+  if (size > m.sizes[CODES]) return 1 + CODES;
+  uint8_t* const to = record + m.places[CODES];
+  if (m.kind == AS_F32) std::memcpy(to, raw, (size_t)size);
+  for (int64_t i = 0; m.kind == AS_BF16 && i < count; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, raw + 4 * i, 4);
+    const bool finite = (bits & 0x7F800000u) != 0x7F800000u;  // adding would make zeros of some NaN
+    const auto upper = (uint16_t)((finite ? bits + 0x7FFFu + (bits >> 16 & 1) : 0x7F800000u) >> 16);
+    std::memcpy(to + 2 * i, &upper, 2);
+  }
+  std::memset(to + size, 0, (size_t)(m.sizes[CODES] - size));
+  return 0;
+}
+
 }  // namespace
 
 int put_blocks(const BlockMatrix& m, const uint8_t* raw, uint8_t* record) {
+  if (is_bias(m)) return put_values(m, raw, record);
   const Layout& layout = kLayouts[m.kind];
   Matrix matrix{raw, m.rows, m.width, m.down != 0, {}};
   if (m.width % layout.weights) return -1;
@@ -236,20 +256,31 @@ int put_blocks(const BlockMatrix& m, const uint8_t* raw, uint8_t* record) {
   return 0;
 }
 
-bool has_finite_numbers(const BlockMatrix& m, const uint8_t* record) {
+const char* wrong_numbers(const BlockMatrix& m, const uint8_t* record) {
+  if (is_bias(m)) {  // the upper 16 bits of each say it
+    const int item = m.kind == AS_BF16 ? 2 : 4;
+    const uint8_t* at = record + m.places[CODES] + item - 2;
+    for (int64_t i = 0; i < m.rows * m.width; i++, at += item) {
+      uint16_t upper;
+      std::memcpy(&upper, at, 2);
+      if ((upper & 0x7F80) == 0x7F80) return "a bias has values that are NaN or infinite";
+    }
+    return nullptr;
+  }
+  constexpr const char* kScales = "a matrix has scales that are NaN or infinite";
   const Layout& layout = kLayouts[m.kind];
   for (int f = SCALES; f < FIELDS; f++) {
     const int64_t size = size_of(layout, m, f);
     const uint8_t* const at = record + m.places[f];
     if (m.kind == MXFP4) {  // powers of two
-      if (std::find(at, at + size, 0xFF) != at + size) return false;
+      if (std::find(at, at + size, 0xFF) != at + size) return kScales;
     } else if (layout.numbers[f].item == 2) {  // float16
       bool found = false;
       for (int64_t i = 1; i < size; i += 2) found |= (at[i] & 0x7C) == 0x7C;
-      if (found) return false;
+      if (found) return kScales;
     }
   }
-  return true;
+  return nullptr;
 }
 
 }  // namespace moejax

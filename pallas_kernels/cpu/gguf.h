@@ -1,4 +1,5 @@
-// Matrices that are blocks of a GGUF file, and where their codes and scales belong in a record.
+// Matrices that are blocks of a GGUF file, and biases of its float32 values, and where their codes and
+// scales belong in a record.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +9,7 @@ namespace moejax {
 struct BlockMatrix {
   int64_t kind, rows, width;
   int64_t bytes;                  // of its blocks
-  int64_t down;                   // whether the record has it transposed
+  int64_t down;                   // whether the record has it transposed; of biases nothing
   int64_t places[6], sizes[6];    // of its fields: bytes from the record's begin, and how many
 };
 
@@ -17,7 +18,7 @@ struct BlockMatrix {
 // no whole blocks.
 int put_blocks(const BlockMatrix& matrix, const uint8_t* raw, uint8_t* record);
 
-// Whether no scale or minimum that put_blocks has put there is infinite or NaN.
-bool has_finite_numbers(const BlockMatrix& matrix, const uint8_t* record);
+// What is infinite or NaN of what put_blocks has put there; null: nothing.
+const char* wrong_numbers(const BlockMatrix& matrix, const uint8_t* record);
 
 }  // namespace moejax

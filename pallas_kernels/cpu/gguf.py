@@ -23,6 +23,9 @@ KINDS = {
 }
 """ggml type → the layout of its blocks in the library (`Kind` of gguf.cc)."""
 
+BIASES = {"bfloat16": 9, "float32": 10}
+"""Dtype of biases in a record → the kind of those in float32."""
+
 FIELDS = ("codes", "highs", "scales", "supers", "mins", "min_supers")
 
 BLOCK_MATRIX = np.dtype(
@@ -34,7 +37,7 @@ BLOCK_MATRIX = np.dtype(
 )
 """A matrix for the library (`BlockMatrix` of gguf.h). bytes 0: there is none.
 
-- `places`, `sizes`: of its FIELDS in a record, in bytes.
+- `places`, `sizes`: of its FIELDS in a record, in bytes; biases have the first one's.
 """
 
 

@@ -6,15 +6,19 @@ import dataclasses
 
 import numpy as np
 
+PIECES = 6
+"""The most pieces of a record that lie apart: gate, up and down, and their biases."""
+
 SOURCE = np.dtype(
     [
-        ("place", np.int64, 3),
+        ("place", np.int64, PIECES),
         ("checksum", np.uint64),
-        ("file", np.int32, 3),
+        ("file", np.int32, PIECES),
         ("check", np.int32),
-    ]
+    ],
+    align=True,
 )
-"""One record for the library (`SourceRecord` of supply.h), with its parts one by one.
+"""One record for the library (`SourceRecord` of supply.h), with its parts, or pieces, one by one.
 
 - `place`: an address, or the offset of the first byte in a file.
 - `file`: the queue's number of the file (NativeQueue.file_number), MEMORY or NOWHERE.
@@ -44,9 +48,9 @@ class Sources:
     and the bits that are all set in NaN and infinity, which are refused. All 0: of others."""
 
     blocks: tuple[np.ndarray, ...] = ()
-    """By version, BLOCK_MATRIX[3] of gate, up and down where each lies in blocks of a file, so that
-    SOURCE says where they begin, and the record is one part; all zero: it does not. Empty: none
-    does."""
+    """By version, BLOCK_MATRIX[PIECES] of gate, up and down where each lies in blocks of a file,
+    and of their biases, so that SOURCE says where they begin, and the record is one part; all zero:
+    it does not. Empty: none does."""
 
     def __post_init__(self):
         if self.records.dtype != SOURCE or self.records.ndim != 3:

@@ -145,7 +145,7 @@ MOEJAX_CALLED int32_t moejax_cpu_arena_attach(uint32_t handle, int32_t queue, co
     const auto end = std::find(mine, mine + most_parts, 0);
     sources.parts.emplace_back(mine, end);
     std::vector<BlockMatrix> matrices;
-    for (const auto* m = blocks + 3 * v; m < blocks + 3 * (v + 1); m++) {
+    for (const auto* m = blocks + kPieces * v; m < blocks + kPieces * (v + 1); m++) {
       if (m->bytes) matrices.push_back(*m);
     }
     if (matrices.empty()) sources.blocks.emplace_back();

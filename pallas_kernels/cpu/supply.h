@@ -11,11 +11,13 @@
 
 namespace moejax {
 
+constexpr int kPieces = 6;  // of a record, most: three matrices and their biases
+
 // A record, laid out as pallas_kernels/cpu/sources.py passes it.
 struct SourceRecord {
-  int64_t place[3];  // of each part: address, or with a file the place of the first byte in it
+  int64_t place[kPieces];  // address, or with a file the place of the first byte in it
   uint64_t checksum;
-  int32_t file[3];   // of the queue; kMemory, kNowhere
+  int32_t file[kPieces];   // of the queue; kMemory, kNowhere
   Check check;
 };
 constexpr int32_t kMemory = -1;

@@ -671,9 +671,10 @@ std::string TransferQueue::move_blocks(Transfer& transfer, const Chunk& chunk, B
   }
   auto* const record = reinterpret_cast<uint8_t*>(transfer.request.destination);
   if (put_blocks(matrix, raw, record)) return "the record has no room for a matrix";
-  if (has_finite_numbers(matrix, record)) return "";
+  const char* const wrong = wrong_numbers(matrix, record);
+  if (!wrong) return "";
   const File* const from = transfer.opened[part].file;
-  return (from ? from->path + " is damaged: " : "") + "a matrix has scales that are NaN or infinite";
+  return (from ? from->path + " is damaged: " : "") + wrong;
 }
 
 // Whether numbers of 2 or 4 bytes are neither NaN nor infinite, in which all bits of `exponent` are

@@ -34,7 +34,7 @@ def test_records_lie_where_their_stores_have_them():
     assert found.parts == ((4 * 64,) * 3, (INT4.nbytes,))
     first = [source.array.unsafe_buffer_pointer() for source in held]
     parts = first[0] + 5 * DENSE.nbytes + np.arange(3) * 4 * 64
-    assert (found.records["place"][0, 1, 2] == parts).all()
+    assert (found.records["place"][0, 1, 2, :3] == parts).all()
     assert found.records["place"][1, 0, 1, 0] == first[1] + 4 * INT4.nbytes
     assert (found.records["file"][:, :, 0, 0] == [[MEMORY, MEMORY], [MEMORY, NOWHERE]]).all()
 
@@ -66,7 +66,9 @@ def test_each_record_is_a_file_with_its_checksum(tmp_path):
         assert (found["file"][1, 2] == queue.file_number(files.paths[1][2])).all()
         assert len(set(found["file"].ravel().tolist())) == 8
         assert (found["checksum"] == files.checksums).all()
-        assert (found["check"] == 1).all() and (found["place"] == [0, PIECE, 2 * PIECE]).all()
+        assert (found["check"] == 1).all() and (
+            found["place"][..., :3] == [0, PIECE, 2 * PIECE]
+        ).all()
         crcs = np.arange(8, dtype=np.uint64).reshape(2, 4)
         cheaper = dataclasses.replace(files, crcs=crcs)
         found = cheaper.locate(queue.file_number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import re
@@ -21,6 +22,7 @@ from moejax.checkpoints.fingerprint import fingerprint
 from moejax.checkpoints.gguf_tensors import GgufFile, Source, unpacked
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.shards import Header
+from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.quantization import quantize
@@ -30,6 +32,7 @@ from moejax.start.decide.facts import facts_of
 from moejax.start.report.dry_run import facts_without_weights
 from moejax.start.report.model_info import model_info, read_headers
 from pallas_kernels.cpu.gguf import put_blocks
+from pallas_kernels.cpu.library import library
 from pallas_kernels.linear import CodedWeights
 from pallas_kernels.records import RecordFormat, decode
 from tests.moejax.gguf_blocks import assert_bytes_come_back, leaves
@@ -190,19 +193,76 @@ def test_k_quants_of_a_mix_run_in_the_bits_of_the_dequantized_model(budget, ops,
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experts", "down"),
+    ("experts", "down", "family"),
     [
-        ("Q4_K", "Q6_K"),
-        ("F32", "F32"),
-        *(pytest.param(name, name, marks=pytest.mark.nightly) for name in ("Q8_0", "MXFP4")),
+        ("Q4_K", "Q6_K", "Qwen3Moe"),
+        ("F32", "F32", "Qwen3Moe"),
+        ("MXFP4", "MXFP4", "GptOss"),  # with biases
+        *(
+            pytest.param(name, name, "Qwen3Moe", marks=pytest.mark.nightly)
+            for name in ("Q8_0", "MXFP4")
+        ),
     ],
 )
-def test_experts_stay_in_the_file_with_the_same_bits(experts, down, directory):
-    path = directory / f"{experts}-in-file.gguf"
-    gguf_model(path, experts=experts, down=down, **WIDE)
+def test_experts_stay_in_the_file_with_the_same_bits(experts, down, family, directory):
+    path = directory / f"{family}-{experts}-in-file.gguf"
+    gguf_model(path, family, experts, down=down, **({} if family == "GptOss" else WIDE))
     wanted = run(path, expert_budget="50%")[1]
     stats, found = run(path, expert_budget="50%", store="file")
     assert found == wanted and stats["store"]["file_bytes"] > 0
+
+
+def bias_of(path, rng):
+    """Finite values of every size for the biases of a file, some half between two bfloat16's."""
+    for name, tensor in read_gguf(path)[0].tensors.items():
+        if name.endswith("_exps.bias"):
+            values = rng.integers(0, 1 << 32, tensor.nbytes // 4, np.uint32) & 0xBFFFFFFF
+            values[::3] = values[::3] & 0xFFFF0000 | 0x8000
+            with path.open("r+b") as file:
+                file.seek(tensor.begin)
+                file.write(values.tobytes())
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_library_makes_records_with_biases_as_numpy_does(dtype, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, "GptOss", "MXFP4")
+    bias_of(path, np.random.default_rng(0))
+    opened = open_tensors(path, "gguf")
+    held = opened.hold(dtype, (CHECKPOINT,))
+    (source,) = opened.record_files(dtype, (CHECKPOINT,), held, False, True).values()
+    located, data, put = source.locate(lambda name: 0), path.read_bytes(), library()
+    for at in np.ndindex(source.shape):
+        wanted, found = np.full((2, source.format.rows, source.format.hidden), 0xABCD, np.uint16)
+        source.read(*at, wanted)
+        for matrix, place in zip(source.blocks, located[at]["place"].tolist(), strict=True):
+            raw = np.frombuffer(data[place : place + matrix["bytes"]], np.uint8)
+            each = np.array(matrix)
+            pointers = (ctypes.c_void_p(a.ctypes.data) for a in (each, raw, found))
+            assert not put.moejax_put_blocks(*pointers)
+        assert np.array_equal(found, wanted)
+
+
+@NATIVE
+@pytest.mark.slow
+def test_damaged_biases_are_found_when_an_expert_is_read_from_the_file(directory):
+    path = directory / "biases.gguf"
+    gguf_model(path, "GptOss", "MXFP4")
+    tensor = read_gguf(path)[0].tensors["blk.1.ffn_down_exps.bias"]
+    with path.open("r+b") as file:
+        file.seek(tensor.begin)
+        file.write(np.full(tensor.nbytes // 4, np.nan, "<f4").tobytes())
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(Exception, match=r"gguf is damaged: a bias has values that are NaN"):
+            run(path, dtype, expert_budget="50%", store="file")
+
+
+def test_biases_beside_experts_that_are_not_quantized_are_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, "GptOss", "F32")
+    with pytest.raises(UserError, match=r"gate_proj.bias is a bias, .*moejax convert"):
+        run(path, store="file")
 
 
 def test_damaged_scales_are_found_when_an_expert_is_read_from_the_file(directory):
