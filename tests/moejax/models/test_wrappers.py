@@ -82,7 +82,7 @@ def test_both_orders_of_stacked_experts(tmp_path, widths):
     plain = write_checkpoint(tmp_path / "plain", QWEN, stack=True, **widths)
     other = rewrite(write_checkpoint(tmp_path / "other", QWEN, stack=True, **widths), turned)
     assert_same(load_checkpoint(other), load_checkpoint(plain))
-    with pytest.raises(UserError, match=r"lies otherwise; .*moejax convert"):
+    with pytest.raises(UserError, match=r"is stored transposed; .*moejax convert"):
         load_checkpoint(other, in_files=True)
 
 
