@@ -18,13 +18,16 @@ import pytest
 
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT
+from host_offload.versions.encoders import encode
 from host_offload.versions.quantized import QuantizedMatrix, numbers_dtype
+from host_offload.versions.quantizers import rtn
 from moejax import LLM, SamplingParams
 from moejax.checkpoints import shared_memory
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.own import read_expert
 from moejax.checkpoints.shards import INDEX, SINGLE
+from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.gguf_header import read_gguf
@@ -197,6 +200,41 @@ def test_hot_experts_stay_as_the_checkpoint_has_them(fp8, directory, tmp_path):
     assert moved[0]["precision"]["promotions"] > 0
     with pytest.raises(UserError, match="take a lo with fewer bits"):
         run(fp8, precision=some.replace("int4", "int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [FP8, GPTQ, AWQ, MXFP4, MODELOPT, "Q8_0"])
+def test_the_low_version_is_made_from_the_decoded_weights(source, directory):
+    if source in FORMATS:
+        path = written(directory, source)
+    else:
+        path = directory / "low.gguf"
+        gguf_model(path, experts=source)
+    loaded = load_checkpoint(path, "float32", versions=(CHECKPOINT,))
+    (own,) = loaded.store.layouts
+    assert own == source.lower().rpartition(":")[2]
+    kept = np.array(loaded.store.arrays[own])
+    store = with_versions(loaded, (CHECKPOINT, "int2")).store
+    assert [*store.layouts] == [own, "int2"]
+    np.testing.assert_array_equal(np.asarray(store.arrays[own]), kept)
+    plain = path.with_name(f"{path.stem}-dense")
+    dense = load_checkpoint(plain, "float32").store
+    weights = np.asarray(dense.arrays["dense"]).view(np.float32)
+    layout, low = store.layouts["int2"], np.asarray(store.arrays["int2"])
+    for layer, rows in enumerate(weights.reshape(*low.shape[:2], -1, layout.hidden)):
+        wanted = np.zeros_like(low[layer])
+        encode(rows, layout, rtn, wanted)
+        np.testing.assert_array_equal(low[layer], wanted)
+    for each in (store, dense):
+        each.delete()
+    options = "dynaexq,hi=checkpoint,lo=int2,hi_share=0.3,interval=8 tokens"
+    stats, found = run(path, precision=options)
+    assert stats["precision"]["versions"] == [own, "int2"]
+    assert stats["precision"]["promotions"] > 0
+    assert all(len(tokens) == 8 for tokens, _ in found)
+    for tokens, chosen in found:
+        for token, one in zip(tokens, chosen, strict=True):
+            assert math.isfinite(one[token].logprob)
 
 
 MATRICES = ("gate", "up", "down")
