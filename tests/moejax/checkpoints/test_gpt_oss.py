@@ -8,8 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from host_offload.versions.encoders import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES, encode
+from host_offload.versions.quantizers import rtn
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
 from pallas_kernels.records import decode
@@ -129,3 +131,23 @@ def test_verify_computes_the_biases_clamps_sinks_and_windows_of_the_files(publis
     assert main(["verify", str(published[0]), "--json", "-q", *small]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["good"] for check in checks if "layers" in check["name"]] == [True]
+
+
+@pytest.mark.slow
+def test_low_experts_are_made_from_the_decoded_ones_and_keep_their_biases(published):
+    path, _ = published
+    loaded = load_checkpoint(path, "float32", versions=("checkpoint",))
+    fmt, high = loaded.store.layouts[VERSION], np.array(loaded.store.arrays[VERSION])
+    store = with_versions(loaded, ("checkpoint", "int2")).store
+    low = np.asarray(store.arrays["int2"])
+    for layer, records in enumerate(high):
+        wanted = np.zeros_like(low[layer])
+        weights = np.stack([np.asarray(decode(record, fmt)) for record in records])
+        encode(weights, store.layouts["int2"], rtn, wanted)
+        np.testing.assert_array_equal(low[layer], wanted)
+    store.delete()
+    options = "dynaexq,hi=checkpoint,lo=int2,hi_share=0.3,interval=8 tokens"
+    stats, found = run(path, precision=options)
+    assert stats["precision"]["versions"] == [VERSION, "int2"]
+    assert stats["precision"]["promotions"] > 0
+    assert all(len(each[0]) == 8 for each in found)
