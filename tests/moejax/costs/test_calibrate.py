@@ -223,7 +223,7 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         assert [sample.seconds for sample in samples] == [2.0] * 4
     assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
     assert model.expert_bytes == 3 * 128 * 128 * 2
-    assert list(model.decode) == [2] and model.row_tile == 2 and model.chunk == 64
+    assert list(model.decode) == [1, 2] and model.row_tile == 2 and model.chunk == 64
     # How a step's time is shared over its parts is the fit's; where it is noisy a part may be 0.
     assert sum(dataclasses.astuple(model.decode[2])) > 0
     assert model.link_per_byte > 0 and model.kv_swap_per_byte > 0
