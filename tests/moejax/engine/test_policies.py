@@ -351,6 +351,7 @@ def test_same_bits_while_the_store_of_maps_grows(tmp_path):
         assert counts["done"] > 200 and counts["used"] > 100 and not counts["skipped"]
         assert [str(k) for k in runner.executables() if k.maps] == [
             "write_maps_maps60x2",
+            "decode_traced_maps60x2@1",
             "decode_traced_maps60x2",
         ]
         store = controller._seats[0].state.store
