@@ -176,31 +176,6 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 // ---- a few tokens and codes of 2 or 4 bits: kOutputs rows of gate or up side by side in lanes, so that no
 // sum crosses them
 
-// Lane i of 16 vectors, in vector i.
-INLINE void turn(v64 (&v)[16]) {
-  v64 w[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]), w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  // v[4 · i + k]: of rows 4 · i and on the lanes 4 · j + k.
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]), v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]), v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) {
-    w[k] = _mm512_shuffle_i32x4(v[k], v[4 + k], 0x88), w[4 + k] = _mm512_shuffle_i32x4(v[k], v[4 + k], 0xdd);
-    w[8 + k] = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0x88), w[12 + k] = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) {
-    v[k] = _mm512_shuffle_i32x4(w[k], w[8 + k], 0x88), v[8 + k] = _mm512_shuffle_i32x4(w[k], w[8 + k], 0xdd);
-    v[4 + k] = _mm512_shuffle_i32x4(w[4 + k], w[12 + k], 0x88), v[12 + k] = _mm512_shuffle_i32x4(w[4 + k], w[12 + k], 0xdd);
-  }
-}
-
 // Of each of kOutputs rows 32 elements, from `at` on: of each four elements the lower bytes, and the upper ones.
 INLINE void elements_of(const uint16_t* const* rows, int64_t at, v64 (&out)[8][2]) {
   v64 v[kOutputs];

@@ -160,8 +160,9 @@ void products(int64_t rows, const Rows& a, const Words& b, int64_t vectors, floa
   }
 }
 
-// L vectors of words, turned.
-INLINE void turn(vu* v) {
+// L vectors of words, turned: lane i of all, in vector i.
+template <class V>
+INLINE void turn(V* v) {
 #if defined(__AVX512F__) && MOEJAX_LANES == 16
   __m512i a[16], b[16];
 #pragma GCC unroll 8
@@ -184,8 +185,8 @@ INLINE void turn(vu* v) {
         return odd ? _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd) : _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
       };
       const __m512i upper = half(j), lower = half(8 + j);
-      v[4 * odd + j] = (vu)_mm512_shuffle_i32x4(upper, lower, 0x88);
-      v[4 * odd + 8 + j] = (vu)_mm512_shuffle_i32x4(upper, lower, 0xdd);
+      v[4 * odd + j] = (V)_mm512_shuffle_i32x4(upper, lower, 0x88);
+      v[4 * odd + 8 + j] = (V)_mm512_shuffle_i32x4(upper, lower, 0xdd);
     }
   }
 #elif defined(__AVX2__) && MOEJAX_LANES == 8
@@ -200,8 +201,8 @@ INLINE void turn(vu* v) {
     b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
   for (int i = 0; i < 4; i++) {
-    v[i] = (vu)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
-    v[i + 4] = (vu)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+    v[i] = (V)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    v[i + 4] = (V)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
   }
 #else
   vu out[L] = {};
