@@ -144,6 +144,13 @@ class Spec:
         experts are decoded in transit."""
         return self.moved_bytes or self.version_bytes
 
+    @property
+    def paired(self) -> np.ndarray:
+        """bool[L]: whether a layer has all versions. In the others, which are smaller as they are
+        than in the last version, the last one stands for them as they are."""
+        sizes = [*self.version_bytes.values()]
+        return (sizes[0] > sizes[-1]) | (len(sizes) == 1)
+
 
 class Stage(NamedTuple):
     """An expert that a policy wants in a cell before it is needed."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import refuse_writes
-from host_offload.memory.budget import cells_per_layer
+from host_offload.memory.budget import cells_of_layers, cells_per_layer
 from host_offload.memory.layout import SlotLayout
 
 HI_SHARE = 0.5
@@ -56,25 +56,32 @@ def read_paged(said: Mapping[str, Any] | None) -> PagedSpec | None:
 
 
 def version_cells(
-    layout: SlotLayout, slots: int, layers: int, experts: int, hi_share: float | None = None
+    layout: SlotLayout,
+    slots: int,
+    layers: int,
+    experts: int,
+    hi_share: float | None = None,
+    paired: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Shares slots evenly among the layers as high and low cells.
 
     No layer has more cells of a version than experts; the other version gets what is left.
 
     - `hi_share`: share of the slots that is cut into high cells (default HI_SHARE).
+    - `paired`: the layers with two versions; the others get low cells alone. None: all.
 
     Returns int64[L, 2]. Raises ValueError for other than two versions.
     """
     if len(layout.records) != 2:
         raise ValueError(f"pages mix two versions, not {len(layout.records)}")
+    paired = [True] * layers if paired is None else paired
     most, (per_hi, per_lo) = layers * experts, layout.cells_per_slot
     hi_slots = round((HI_SHARE if hi_share is None else hi_share) * slots)
     hi_slots = max(hi_slots, slots - -(-most // per_lo))
-    hi_slots = min(hi_slots, -(-most // per_hi))
-    counts = hi_slots * per_hi, (slots - hi_slots) * per_lo
-    each = [cells_per_layer(min(count, most), layers, experts) for count in counts]
-    return np.array(each, np.int64).T
+    hi_slots = min(hi_slots, -(-sum(map(int, paired)) * experts // per_hi))
+    high = cells_of_layers(hi_slots * per_hi, paired, experts)
+    low = cells_per_layer(min((slots - hi_slots) * per_lo, most), layers, experts)
+    return np.array([high, low], np.int64).T
 
 
 def check_paged(policies: Sequence[Policy]) -> None:

@@ -304,7 +304,9 @@ def _prior(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
 def _fill_version(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
     shape = spec.layers, spec.experts
     versions = len(spec.version_bytes)
-    return _array(value, shape, -versions, versions - 1, np.int8, refuse)
+    found = _array(value, shape, -versions, versions - 1, np.int8, refuse)
+    last = np.where(found >= 0, versions - 1, -versions).astype(np.int8)
+    return np.where(spec.paired[:, None], found, last)
 
 
 def _cells(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
@@ -390,6 +392,14 @@ def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
     return check
 
 
+_of_versions = _queue(Transition)
+
+
+def _transitions(value: Any, spec: Spec, refuse: Refuse) -> tuple:
+    paired = spec.paired
+    return tuple(entry for entry in _of_versions(value, spec, refuse) if paired[entry.layer])
+
+
 def _fits(columns: np.ndarray, limits: tuple[int, int, int]) -> bool:
     """Whether layers, experts and versions int[n, 3] lie in the limits and no expert is twice."""
     if not len(columns):
@@ -439,7 +449,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "prior": _prior,
     "fill_version": _fill_version,
     "stages": _queue(Stage),
-    "transitions": _queue(Transition),
+    "transitions": _transitions,
     "pause_stages": _pause,
     "cells": _cells,
     "kv_pages": _kv_pages,

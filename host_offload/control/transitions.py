@@ -68,7 +68,7 @@ class Transitions(TransferLedger):
         super().__init__(spec, log, ("transitions",))
         assert spec.resident is not None
         self.resident = spec.resident
-        self._sizes = [sizes[0] for sizes in self._bytes]
+        self._sizes = [max(sizes) for sizes in self._bytes]
         """Bytes of a cell, by version number; all layers share cells."""
         self.capacity = self.resident.capacity[0]
         self._aimed = self.resident.slots

@@ -7,7 +7,7 @@ slots. `Budget.notes` has every rounding and every cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # these import jax, and the command line must answer without it
@@ -189,6 +189,18 @@ def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, 
         )
     each, more = divmod(expert_slots, layers)
     return tuple(each + (layer < more) for layer in range(layers))
+
+
+def cells_of_layers(cells: int, some: Sequence[bool], experts: int) -> tuple[int, ...]:
+    """Shares cells evenly over some of the layers, which take at most one for each expert; the
+    others get none.
+
+    - `some`: bool[L].
+    - `experts`: experts of a layer.
+    """
+    layers = sum(map(int, some))
+    shares = iter(cells_per_layer(min(cells, layers * experts), layers, experts) if layers else ())
+    return tuple(next(shares) if wanted else 0 for wanted in some)
 
 
 def expert_slots_of(budget: int | Share, every: int, slot_bytes: int) -> int:

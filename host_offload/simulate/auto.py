@@ -878,7 +878,7 @@ def versions_of(arm: str, names: Sequence[str]) -> tuple[int, ...]:
     """Returns the versions, by number, in which misses come under an arm."""
     if PRECISION in arm:
         return HI, LO
-    return (names.index(arm.rpartition("+")[2]) if is_versioned(arm) else 0,)
+    return (names.index(arm.partition("+")[2]) if is_versioned(arm) else 0,)
 
 
 def policies_of(arm: str) -> tuple[Policy, ...]:

@@ -1,8 +1,9 @@
 """Translates version numbers between policies and the device, where stores lack layers.
 
-Layers that overflow lossless12 stay dense, in a store of their own. Policies and the host's copies
-of the tables know one version, or a high and a low one. On the device, a version's number is that
-of the store that has the layer (VersionFormats.places).
+Layers that overflow lossless12 stay dense, in a store of their own, and layers of a checkpoint may
+differ in format. Policies and the host's copies of the tables know one version, or a high and a low
+one. On the device, a version's number is that of the store that has the layer
+(VersionFormats.places). A layer that the low store lacks has its high version as the low one too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from host_offload.memory.layout import SlotLayout
+from host_offload.memory.store import ExpertStore
 from host_offload.memory.tables import Copy, Entry
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 
 _Listed = TypeVar("_Listed", Entry, Copy)
@@ -49,7 +52,8 @@ class LayerVersions:
         """Translates the device's tables, a Residency or Tables, to policies' numbers."""
         known = np.zeros((len(self.numbers), 1 + max(map(max, self.numbers))), np.int32)
         for layer, numbers in enumerate(self.numbers):
-            known[layer, list(numbers)] = range(len(numbers))
+            for version, number in enumerate(numbers):  # one number for both is the low one
+                known[layer, number] = version
         found = {n: _looked_up(known, np.asarray(getattr(tables, n))) for n in ABOUT_VERSIONS}
         return tables._replace(**found)
 
@@ -72,18 +76,27 @@ def _looked_up(numbers: np.ndarray, versions: np.ndarray) -> np.ndarray:
 
 def layer_versions(formats: Formats | None) -> LayerVersions | None:
     """The version numbers of each layer, or None if every store has all layers. Raises ValueError
-    for a layer that is not in exactly one of the stores that lack layers."""
+    for a layer that is not in exactly one of the stores that lack layers; the last version's store,
+    the low one, may have it too."""
     if formats is None or all(version.places is None for version in formats):
         return None
     in_part = [v for v, version in enumerate(formats) if version.places is not None]
     whole = [v for v, version in enumerate(formats) if version.places is None]
-    found = []
+    low, found = len(formats) - 1, list[list[int]]()
     for layer, places in enumerate(zip(*(formats[v].places or () for v in in_part), strict=True)):
         held = [v for v, place in zip(in_part, places, strict=True) if place >= 0]
-        if len(held) != 1:
+        if len(held) != 1 and (len(held) != 2 or low not in held):
             raise ValueError(f"layer {layer} is in {len(held)} stores; each is in one of them")
-        found.append(tuple(sorted([*held, *whole])))
-    return LayerVersions(tuple(found))
+        found.append(sorted([*held, *whole]))
+    most = max(map(len, found))
+    return LayerVersions(tuple((*held, *held[-1:] * (most - len(held))) for held in found))
+
+
+def layers_above(store: ExpertStore, low: RecordFormat) -> tuple[int, ...]:
+    """The layers whose experts take more bytes than in a second version, of a store in which they
+    differ in format; all if none does. The others have nothing to gain from the version."""
+    sizes = {layer: held.layout.nbytes for held in store.versions.values() for layer in held.layers}
+    return tuple(sorted(i for i, size in sizes.items() if size > low.nbytes) or sorted(sizes))
 
 
 def record_bytes(

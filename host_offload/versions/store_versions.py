@@ -1,4 +1,4 @@
-"""Adds versions of the experts to a store, encoded from its dense version or from the format of a
+"""Adds versions of the experts to a store, encoded from its dense version or from the formats of a
 checkpoint."""
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 from host_offload.memory.record_source import read_records
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, decode, encode
+from host_offload.versions.layer_versions import layers_above
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import VERSIONS, RecordFormat
+from pallas_kernels.records.format import LOSSY
 
 _BATCH_BYTES = 64 << 20
 """Bytes of dense records encoded at once."""
@@ -31,7 +33,8 @@ def add_version(
     progress: Callable[[int, int], None] | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> ExpertStore:
-    """Returns a store with one more version, which shares the arrays of the others.
+    """Returns a store with one more version, which shares the arrays of the others. Where layers
+    differ in format, those that take no more bytes than in the version do not get it.
 
     - `dtype`: the run's.
     - `rule`: chooses the scales of int versions.
@@ -42,14 +45,18 @@ def add_version(
     and for a version that the store has already; ValueError as RecordFormat does; MemoryError as
     StoreBuilder does.
     """
-    source = _source(store, version)
-    layers = range(store.arrays[source].shape[0])
+    places = _places(store, version)
+    layers: Sequence[int] = range(len(places))
+    if len(dict(places)) > 1:
+        layers = layers_above(store, _layout_of(store, version, dtype))
     made, failed = _encoded(store, version, dtype, rule, progress, layers, new_builder=new_builder)
     if made is None:
         layer, (experts, reason) = next(iter(failed.items()))
         named = ", ".join(map(str, experts[:8]))
         raise VersionError(f"{version} cannot hold expert {named} of MoE layer {layer}: {reason}")
-    return ExpertStore(store.versions | made.versions)
+    some = tuple(layers) if len(layers) < len(places) else ()
+    added = dataclasses.replace(made.versions[version], layers=some)
+    return ExpertStore(store.versions | {version: added})
 
 
 def lossless_where_it_fits(
@@ -67,8 +74,7 @@ def lossless_where_it_fits(
     VersionError where every layer overflows, and as add_version does.
     """
     version = "lossless12"
-    _source(store, version)
-    count = store.arrays["dense"].shape[0]
+    count = len(_places(store, version))
     made, failed = _encoded(store, version, dtype, rtn, progress, range(count), every=True)
     others = [version for version in store.versions if version != "dense"]
     if made is not None:
@@ -93,22 +99,32 @@ def lossless_where_it_fits(
     return ExpertStore(parts | store.only(others).versions), why
 
 
-def _source(store: ExpertStore, version: str | None = None) -> str:
-    """Returns the version that others are made from: dense, or else the checkpoint's own format.
-    Raises VersionError where the store has `version` already, or nothing to make it from."""
+def _places(store: ExpertStore, version: str | None = None) -> list[tuple[str, int]]:
+    """Returns for each layer the version that others are made from, dense or else the checkpoint's
+    own, and the layer's index in its array. Raises VersionError where the store has `version`
+    already, or nothing to make it from."""
     if version in store.layouts:
         raise VersionError(f"the store has version {version} already")
-    if "dense" not in store.layouts:
-        own = [name for name in store.layouts if name not in VERSIONS and name not in store.layers]
-        if own:
-            return own[0]
-        raise VersionError(f"{version} is made from dense, which this store does not have")
-    if "dense" in store.layers:
+    if "lossless12" in store.layers:
         raise VersionError(
             f"{version} is made from dense, which this store has of {len(store.layers['dense'])} "
             "layers only, those that overflow lossless12"
         )
-    return "dense"
+    whole = [name for name in store.layouts if name not in VERSIONS and name not in store.layers]
+    if "dense" in store.layouts and "dense" not in store.layers:
+        whole = ["dense"]
+    if whole:
+        return [(whole[0], layer) for layer in range(store.arrays[whole[0]].shape[0])]
+    own = {name: layers for name, layers in store.layers.items() if name not in LOSSY}
+    if not own:
+        raise VersionError(f"{version} is made from dense, which this store does not have")
+    found = {layer: (name, i) for name, layers in own.items() for i, layer in enumerate(layers)}
+    return [found[layer] for layer in range(len(found))]
+
+
+def _layout_of(store: ExpertStore, version: str, dtype: str) -> RecordFormat:
+    """Returns the layout that records of the store's experts have in a version."""
+    return dataclasses.replace(next(iter(store.layouts.values())), version=version, dtype=dtype)
 
 
 def _encoded(
@@ -129,13 +145,12 @@ def _encoded(
     Returns the store and {}. If the version cannot hold some experts, returns None and layer →
     (these experts, why).
     """
-    source = _source(store)
-    layout = dataclasses.replace(store.layouts[source], version=version, dtype=dtype)
-    array = store.arrays[source]
+    layout, array = _layout_of(store, version, dtype), next(iter(store.arrays.values()))
     failed: dict[int, tuple[list[int], str]] = {}
-    done, total = 0, len(layers) * (array.nbytes // array.shape[0])
-    device = next(iter(array.devices()))
-    with contextlib.closing(new_builder(layout, len(layers), array.shape[1], device)) as builder:
+    experts, device = array.shape[1], next(iter(array.devices()))
+    weight_bytes = layout.weight_rows * layout.hidden * NUMPY_DTYPES[dtype].itemsize
+    done, total = 0, len(layers) * experts * weight_bytes
+    with contextlib.closing(new_builder(layout, len(layers), experts, device)) as builder:
         for layer, first, weights in dense_weights(store, dtype, layers=layers):
             place = layers.index(layer)
             try:
@@ -161,13 +176,13 @@ def dense_weights(
     - `dtype`: the run's.
     - `layers`: which layers; None: all.
     """
-    source = _source(store)
-    layout, array = store.layouts[source], store.arrays[source]
-    count, experts = array.shape[:2]
-    batch = max(WORKERS, _BATCH_BYTES // layout.nbytes)
-    for layer in range(count) if layers is None else layers:
+    places = _places(store)
+    for layer in range(len(places)) if layers is None else layers:
+        source, place = places[layer]
+        layout, array = store.layouts[source], store.arrays[source]
+        experts, batch = array.shape[1], max(WORKERS, _BATCH_BYTES // layout.nbytes)
         for first in range(0, experts, batch):
-            records = read_records(array, layer, first, min(batch, experts - first))
+            records = read_records(array, place, first, min(batch, experts - first))
             weights = (
                 as_weights(records, layout, dtype) if source == "dense" else decode(records, layout)
             )

@@ -17,11 +17,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from host_offload.memory.record_source import RecordSource
-from host_offload.policies.precision.precision_names import CHECKPOINT, one_format
 from host_offload.versions.encoders import WORKERS
 from moejax.checkpoints.orbax.layout import StoredModel
-from moejax.errors import user_errors
-from moejax.models.model_config import ModelConfig
 from pallas_kernels.linear.coded import CodedLayers, CodedRows
 from pallas_kernels.records import RecordFormat
 
@@ -152,15 +149,6 @@ class Checkpoint(StoredModel, abc.ABC):
         """Opens the files. Raises UserError at either end of the `with` for files that have
         changed."""
         ...
-
-
-def own_versions(config: ModelConfig, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-    """Returns each version of the checkpoint's experts → its MoE layers. Raises UserError where
-    they are several and others than CHECKPOINT are asked for beside them."""
-    if [*versions] != [CHECKPOINT]:
-        with user_errors():
-            one_format([*config.expert_layers], next(v for v in versions if v != CHECKPOINT))
-    return {**config.expert_layers}
 
 
 def run_tasks(

@@ -20,7 +20,7 @@ import numpy as np
 from host_offload.memory.record_source import NO_BLOCKS, RecordSource
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task, own_versions
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.gguf_tensors import GgufFile, open_gguf
 from moejax.checkpoints.orbax.layout import DENSE
@@ -91,7 +91,7 @@ class TensorCheckpoint(Checkpoint):
         and raises as Checkpoint.hold."""
         if CHECKPOINT not in versions:
             return {DENSE: range(sum(self.config.moe_layers))}
-        return own_versions(self.config, versions)
+        return {**self.config.expert_layers}
 
     def coded_params(self, dtype: str) -> dict[str, tuple[CodedLayers, int]]:
         found: dict[str, tuple[CodedLayers, int]] = {}

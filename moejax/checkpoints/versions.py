@@ -84,10 +84,10 @@ def with_versions(
     if has_versions(loaded, wanted):
         return loaded
     loaded.wait()
-    (own, *_) = loaded.store.layouts
     made = [version for version in wanted if version != CHECKPOINT]
     check_versions(loaded.layout, loaded.dtype, made)
-    wanted = [own if version == CHECKPOINT else version for version in wanted]
+    if CHECKPOINT in wanted:
+        wanted = [*loaded.store.layouts, *made]
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
     # The version that replaces dense comes last, since the other versions are made from dense.
     replacing = {"lossless12"} if "dense" not in wanted else set()
@@ -96,7 +96,7 @@ def with_versions(
             continue
         layout = dataclasses.replace(loaded.layout, version=version, dtype=loaded.dtype)
         device = next(iter(next(iter(store.arrays.values())).devices()))
-        layers, experts = next(iter(store.arrays.values())).shape[:2]
+        layers, experts = sum(loaded.config.moe_layers), loaded.config.num_experts
         require_pinned_memory(device, store.nbytes + layers * experts * layout.nbytes)
         report = None if progress is None else functools.partial(progress, version)
         try:
@@ -115,9 +115,8 @@ def with_versions(
         if version != "dense":
             quantizers[version] = quantizer if layout.lossy else LOSSLESS
     kept = list(wanted)
-    if store.layers:
-        in_part = next(version for version in kept if version in store.layers)
-        kept.insert(kept.index(in_part) + 1, "dense")
+    if "lossless12" in store.layers:
+        kept.insert(kept.index("lossless12") + 1, "dense")
     seconds = loaded.seconds | {"versions": time.perf_counter() - began}
     return dataclasses.replace(
         loaded,

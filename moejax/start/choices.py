@@ -11,7 +11,6 @@ from host_offload.control.rules import search_of, wants_pool
 from host_offload.policies.precision.precision_names import Precision
 from host_offload.policies.recorded import RecordedPolicy
 from host_offload.simulate.auto import PLACED
-from moejax.errors import user_errors
 from moejax.start.option_values import Driver
 from moejax.start.options import Config
 
@@ -47,10 +46,8 @@ class Settings:
     """The placement's name with all costs that the options state; None: no placement."""
 
     def of_model(self, *versions: str) -> Settings:
-        """The settings with a checkpoint whose experts are in these versions. Raises UserError as
-        Precision.of_model does."""
-        with user_errors():
-            return dataclasses.replace(self, precision=self.precision.of_model(*versions))
+        """The settings with a checkpoint whose experts are in these versions."""
+        return dataclasses.replace(self, precision=self.precision.of_model(*versions))
 
     @property
     def tiers(self) -> Driver | None:

@@ -19,7 +19,7 @@ from host_offload.memory.placement import (
 )
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
-from host_offload.policies.precision.precision_names import Precision
+from host_offload.policies.precision.precision_names import CHECKPOINT, Precision
 from moejax.costs.transition_bound import describe_step_bound
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -35,13 +35,17 @@ DENSE = Precision("dense")
 def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
     """Returns the versions that lie in cells; a slot holds the largest. With lossless12 alone,
     cells of other layers have its size even if some layers stay dense. Beside a second version,
-    high cells are as large as dense experts in every layer, since layers share them, and lossless12
-    is decoded on the way."""
+    high cells have the size of the largest high experts in every layer, since layers share them:
+    those of the checkpoint's formats, or dense ones, to which lossless12 is decoded on the way."""
     if precision.in_transit:
         return ("dense",)
-    if store.layers and precision.mixed:
-        return ("dense", precision.versions[LO])
-    return stored_versions(precision, store)
+    if not (store.layers and precision.mixed):
+        return stored_versions(precision, store)
+    high, low = precision.versions
+    if high == CHECKPOINT:
+        own = {v: layout.nbytes for v, layout in store.layouts.items() if v != low}
+        return (max(own, key=own.__getitem__), low)
+    return ("dense", low)
 
 
 def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
@@ -63,20 +67,33 @@ def formats_of(
     versions = (*stored_versions(precision, store), *packed)
     cells = layout.records * len(versions) if precision.in_transit else layout.records
     if store.layers and precision.mixed:
-        cells = (layout.records[HI], *layout.records)
+        high = layout.records[HI]
+        cells = tuple(high if v == "lossless12" else store.layouts[v] for v in versions)
     return tuple(
         VersionFormats(record, store.layouts[version], store.places(version))
         for record, version in zip(cells, versions, strict=True)
     )
 
 
+def paired_layers(precision: Precision, store: ExpertStore, layers: int) -> list[bool]:
+    """Returns which layers have all of the precision's versions. The others are smaller as they are
+    in the checkpoint than in the low version."""
+    low = store.layers.get(precision.versions[LO], ()) if precision.mixed else ()
+    return [not low or layer in low for layer in range(layers)]
+
+
 def expert_budget_of(
-    given: int | Share | None, precision: Precision, layout: SlotLayout, experts: int
+    given: int | Share | None,
+    precision: Precision,
+    layout: SlotLayout,
+    experts: int,
+    paired: Sequence[bool],
 ) -> int | Share | None:
     """Returns the expert budget as given, or the budget that the share of high experts takes. If
     experts are paged, that share takes none.
 
-    - `experts`: experts of all layers together.
+    - `experts`: experts of a layer.
+    - `paired`: the result of paired_layers.
 
     Raises UserError if both are given.
     """
@@ -86,18 +103,21 @@ def expert_budget_of(
         raise UserError(
             "hi_share and expert_budget both say how many experts are high; give one of them"
         )
-    high = round(precision.hi_share * experts)
-    return slots_for(layout, (high, experts - high), _spares(precision)) * layout.slot_bytes
+    total = len(paired) * experts
+    high = min(round(precision.hi_share * total), sum(paired) * experts)
+    return slots_for(layout, (high, total - high), _spares(precision)) * layout.slot_bytes
 
 
 def mixed_of(
-    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
+    precision: Precision, layout: SlotLayout, slots: int, experts: int, paired: Sequence[bool]
 ) -> ResidentSpec | PagedSpec | None:
     """Returns the first places of the versions, or None with one version: every expert resident in
     one of two versions or, if experts are paged, cells of both in each layer and the version that
     misses fill.
 
     - `slots`: slots of the arena for experts.
+    - `experts`: experts of a layer.
+    - `paired`: the result of paired_layers.
 
     Raises ValueError, which says what would fit, if the versions do not fit, and for a map of
     another model.
@@ -110,18 +130,21 @@ def mixed_of(
             f"an expert takes {low.nbytes} bytes in lo={low.version}, and no more than "
             f"{high.nbytes} in {high.version}; take a lo with fewer bits"
         )
+    layers = len(paired)
     if precision.paged:
-        cells = version_cells(layout, slots, layers, experts, precision.hi_share)
-        start = precision.start(layers, experts, int(cells[:, HI].sum()))
+        cells = version_cells(layout, slots, layers, experts, precision.hi_share, paired)
+        start = precision.start(layers, experts, int(cells[:, HI].sum()), paired)
         return PagedSpec(cells, start.astype(np.int8))
     total = layers * experts
     if precision.given is not None and not precision.spares:
-        return resident_spec(layout, slots, precision.start(layers, experts, total), spares=0)
+        start = precision.start(layers, experts, total, paired)
+        return resident_spec(layout, slots, start, spares=0)
     most, _ = capacity(layout, slots, total, _spares(precision))
+    most = min(most, sum(paired) * experts)
     if precision.hi_share is not None:
         # Whole slots may have room for a few more.
         most = min(most, round(precision.hi_share * total))
-    start = precision.start(layers, experts, most)
+    start = precision.start(layers, experts, most, paired)
     resident = resident_spec(layout, slots, start, spares=precision.spares)
     resident = dataclasses.replace(resident, arriving=precision.publish == "arrival")
     if not precision.spares:
@@ -193,19 +216,26 @@ def note(
         who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
         return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
     high, low = (record.version for record in layout.records)
+    high = f"in {high}" if precision.versions[HI] != CHECKPOINT else "as in the checkpoint"
     return (
         f"precision {precision.name}: {mixed.capacity[HI]} of {mixed.start.size} "
-        f"experts at most in {high}, the others in {low}; {bits}"
+        f"experts at most {high}, the others in {low}; {bits}"
         f"{describe_step_bound(mixed, layout)}"
     )
 
 
 def checkpoint_notes(
-    precision: Precision, config: ModelConfig, layout: SlotLayout, *, native: bool
+    precision: Precision,
+    config: ModelConfig,
+    layout: SlotLayout,
+    paired: Sequence[bool],
+    *,
+    native: bool,
 ) -> list[str]:
     """Returns lines for people on how a checkpoint that its authors quantized is run, none for
     other checkpoints.
 
+    - `paired`: the result of paired_layers.
     - `native`: whether the native op computes products.
     """
     own = config.quantization
@@ -217,7 +247,7 @@ def checkpoint_notes(
         rest += ", but for those that only products read, which stay in their codes"
     if own.activations:
         rest += f"; activations stay {dtype}, though the authors quantize them too"
-    if own.uneven_layers and "dense" in precision.versions:
+    if own.uneven_layers and not {"dense", CHECKPOINT}.isdisjoint(precision.versions):
         record = dataclasses.replace(layout.records[0], version="dense")
         dense = own.uneven_layers * config.num_experts * record.nbytes
         rest = (
@@ -227,6 +257,18 @@ def checkpoint_notes(
         )
     if precision.mixed and precision.versions[HI] in held:
         return [f"high experts are as the checkpoint has them; {rest}"]
+    if precision.mixed and precision.versions[HI] == CHECKPOINT:
+        formats = " and ".join(f"{v} in {len(layers)} layers" for v, layers in held.items())
+        high, low = layout.records
+        if alone := ", ".join(str(layer) for layer, has in enumerate(paired) if not has):
+            rest = (
+                f"experts of MoE layers {alone} take no more bytes so than in {low.version}: all "
+                f"stay so, in low cells; {rest}"
+            )
+        return [
+            f"high experts are as the checkpoint has them, {formats}, in cells of {high.nbytes} "
+            f"bytes, the largest; {rest}"
+        ]
     if not precision.of_checkpoint:
         coded = " and ".join(version for version in held if version != "dense")
         how = f"the checkpoint's experts, {coded}, are dequantized to {dtype}; " if coded else ""

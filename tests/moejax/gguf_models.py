@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,9 +284,9 @@ def _random_blocks(weights: np.ndarray, type_: str) -> np.ndarray:
 def gguf_model(
     path: Path,
     family: str = "Qwen3Moe",
-    experts: str = "Q8_0",
+    experts: str | Sequence[str] = "Q8_0",
     others: str = "Q8_0",
-    down: str | None = None,
+    down: str | Sequence[str] | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split: int = 0,
     **config: Any,
@@ -294,8 +294,8 @@ def gguf_model(
     """Writes a GGUF file, and beside it, as a directory with "-dense" in its name, the model that
     it dequantizes to. Returns transformers' model of that.
 
-    - `experts`, `others`: the types of experts and of other matrices, where their rows are whole
-      blocks. Routers and vectors are F32.
+    - `experts`, `others`: the types of experts, of all or by layer, and of other matrices, where
+      their rows are whole blocks. Routers and vectors are F32.
     - `down`: the type of the experts' down, if it is another one.
     - `edit`: adds to the metadata.
     - `split`: tensors of a file, if there are several.
@@ -336,6 +336,7 @@ def gguf_model(
             assert target, part
             kind = (down or experts) if "down" in target else experts
             kind = kind if "_exps" in target else others
+            kind = kind if isinstance(kind, str) else kind[int(target.split(".")[1])]
             type_ = _type_of(target, values, kind)
             if type_ in _SUPERS:
                 data = _random_blocks(values, type_)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
-from host_offload.memory.budget import cells_per_layer
+from host_offload.memory.budget import cells_of_layers
 from host_offload.policies.precision.maps import HI, LO, check_shape, hi_capacity, top_map
 
 
@@ -21,6 +22,8 @@ class Hotness(NamedTuple):
     """bool[L, E]: H, the experts wanted in the high version."""
     capacity: int
     """High experts of all layers."""
+    paired: tuple[bool, ...]
+    """By layer, whether it has two versions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +86,16 @@ class DynaExq:
         if self.scores is not None:
             check_shape(self.scores, shape, "scores")
         score = np.zeros(shape) if self.scores is None else self.scores.astype(np.float64)
-        return Hotness(score, self.start(*shape, capacity) == HI, capacity)
+        paired = tuple(spec.paired.tolist())
+        return Hotness(score, self.start(*shape, capacity, paired) == HI, capacity, paired)
 
-    def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
+    def start(
+        self, layers: int, experts: int, capacity: int, paired: Sequence[bool] | None = None
+    ) -> np.ndarray:
         """The map int8[L, E] to begin with; see precision_maps."""
         if self.scores is None:
             return np.full((layers, experts), LO, np.int8)
-        return top_map(self.scores, capacity)
+        return top_map(self.scores, capacity, paired)
 
     def decide(self, state: Hotness, seen: Observation) -> tuple[Hotness, Decision]:
         score = state.score
@@ -99,14 +105,14 @@ class DynaExq:
             return state, Decision()
         if self.resized:
             state = state._replace(capacity=seen.capacity)
-        wanted = cells_per_layer(state.capacity, *score.shape)
+        wanted = cells_of_layers(state.capacity, state.paired, score.shape[1])
         layers = zip(score, state.high, wanted, strict=True)
         high = np.array([self._select(*layer) for layer in layers])
         decision = Decision(transitions=list_transitions(score, high, seen.version, seen.state))
         if self.paged:
             fill_version = np.where(high, HI, LO).astype(np.int8)
             decision = dataclasses.replace(decision, fill_version=fill_version)
-        return Hotness(score, high, state.capacity), decision
+        return state._replace(score=score, high=high), decision
 
     def _select(self, value: np.ndarray, high: np.ndarray, capacity: int) -> np.ndarray:
         """The next high set bool[E] of one layer."""

@@ -46,8 +46,8 @@ class Precision:
     name: str
     versions: tuple[str, ...] = ("dense",)
     """The one version of all experts, or the high and the low one, in the order of the tables; with
-    `of_checkpoint` those of the files, each in its own layers. The high one may be CHECKPOINT until
-    `of_model` fills it in."""
+    `of_checkpoint` those of the files, each in its own layers. A high CHECKPOINT is filled in by
+    `of_model`, unless the layers differ in format."""
     in_transit: bool = False
     """Whether records are decoded while they are copied: the store has the version, cells have
     dense."""
@@ -85,12 +85,11 @@ class Precision:
 
     def of_model(self, *versions: str) -> Precision:
         """The precision for a checkpoint whose experts are in `versions`, or in CHECKPOINT while
-        they are not known. Raises ValueError as one_format does."""
+        they are not known."""
         if not self.of_checkpoint:
-            if CHECKPOINT not in self.versions:
+            if CHECKPOINT not in self.versions or len(versions) != 1:
                 return self
-            lo = self.versions[LO]
-            return dataclasses.replace(self, versions=(one_format(versions, lo), lo))
+            return dataclasses.replace(self, versions=(versions[0], self.versions[LO]))
         if versions == ("dense",):
             return Precision("dense")
         return dataclasses.replace(self, name=CHECKPOINT, versions=versions)
@@ -105,24 +104,29 @@ class Precision:
         """The policies that change versions while the model runs."""
         return () if self.policy is None else (self.policy,)
 
-    def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
+    def start(
+        self, layers: int, experts: int, capacity: int, paired: Sequence[bool] | None = None
+    ) -> np.ndarray:
         """The map int8[L, E] at the start.
 
         - `layers`, `experts`: the model's MoE layers, and the experts of each.
         - `capacity`: how many high experts have room; a map from a file ignores it.
+        - `paired`: the layers with two versions; the others have the low one alone. None: all.
 
         Raises ValueError for a map of another model.
         """
         if self.given is not None:
             check_shape(self.given, (layers, experts), "map")
-            return self.given
+            if paired is None:
+                return self.given
+            return np.where(np.array(paired)[:, None], self.given, np.int8(LO))
         if self.hot is not None:
             check_shape(self.hot, (layers, experts), "map")
-            return top_map(self.hot, capacity)
+            return top_map(self.hot, capacity, paired)
         if self.seed is not None:
-            return random_map(layers, experts, capacity, self.seed)
+            return random_map(layers, experts, capacity, self.seed, paired)
         if isinstance(self.policy, DynaExq):
-            return self.policy.start(layers, experts, capacity)
+            return self.policy.start(layers, experts, capacity, paired)
         return np.full((layers, experts), LO if self.mixed else 0, np.int8)
 
     def report(self) -> dict[str, Any]:
@@ -143,21 +147,6 @@ class Precision:
             **({"paged": self.paged} if self.mixed else {}),
             **{name: getattr(self.policy, name) for name in names},
         }
-
-
-def one_format(versions: Sequence[str], lo: str) -> str:
-    """Returns the format of all layers, which a second version can be made from. Raises ValueError
-    for formats that differ by layer.
-
-    - `lo`: the second version.
-    """
-    if len(versions) > 1:
-        raise ValueError(
-            "hi=checkpoint needs one format for all layers, and the experts of this checkpoint are "
-            f"in {' and '.join(versions)}; use --precision checkpoint, which keeps them as they "
-            f"are, or --precision dynaexq,hi=dense,lo={lo}, which dequantizes the hot ones"
-        )
-    return versions[0]
 
 
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:

@@ -50,6 +50,7 @@ from moejax.start.precision import (
     mixed_of,
     note,
     paged_cells,
+    paired_layers,
     resident_versions,
 )
 from moejax.step.buddies import read_buddies
@@ -334,7 +335,9 @@ def divide(
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else max(memory.available - maps, 0),
         memory=None if whole is None else _subtract_staging(whole, maps, staged),
-        expert_budget=expert_budget_of(wanted, precision, layout, moe_layers * experts),
+        expert_budget=expert_budget_of(
+            wanted, precision, layout, experts, paired_layers(precision, model.store, moe_layers)
+        ),
         kv_budget=options.memory.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * (precision.spares if settings.tiers is None else experts),
@@ -418,7 +421,8 @@ def decide(
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     slots = budget.in_place or budget.expert_slots
     with user_errors(where=f"precision {precision.name}: "):
-        mixed = mixed_of(precision, steps.layout, slots, moe_layers, experts)
+        paired = paired_layers(precision, model.store, moe_layers)
+        mixed = mixed_of(precision, steps.layout, slots, experts, paired)
         if isinstance(mixed, ResidentSpec):
             check_resident(policies, mixed)
         elif mixed is not None:
@@ -436,7 +440,7 @@ def decide(
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     notes += checkpoint_notes(
-        precision, steps.config, steps.layout, native=steps.ops.linear == "cpu"
+        precision, steps.config, steps.layout, paired, native=steps.ops.linear == "cpu"
     )
     notes += stream_notes(window, steps, seqs)
     cells: tuple[int, ...] = ()

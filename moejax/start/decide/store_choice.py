@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 from host_offload.memory.store import StoreBuilder
+from host_offload.policies.precision.precision_names import CHECKPOINT
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.hub import is_hub_id, model_directory
@@ -97,6 +98,7 @@ def estimate_arrays(settings: Settings, layers: int | None = None) -> tuple[int,
         own = tuple(config.expert_layers)
         # A version that the checkpoint lacks is made from its own.
         versions = dict.fromkeys((*own, *settings.of_model(*own).versions))
+        versions.pop(CHECKPOINT, None)
         records = config.slot_layout(itemsize, tuple(versions)).records
     except ValueError:  # the load says what is wrong
         return ()

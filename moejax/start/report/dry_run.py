@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore, StoredVersion
+from host_offload.policies.precision.precision_names import CHECKPOINT
+from host_offload.versions.layer_versions import layers_above
 from moejax.checkpoints.load import require_predictor, require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.models.config import ModelConfig
@@ -109,23 +111,28 @@ def facts_without_weights(
     """
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
-    if kept == [*config.expert_layers] and len(kept) > 1:
-        layers = config.expert_layers
+    if CHECKPOINT in kept:
+        kept[:1] = config.expert_layers
+    if {*config.expert_layers} <= {*kept} and len(config.expert_layers) > 1:
+        layers = {**config.expert_layers}
     if dense_layers and "lossless12" in kept and "dense" not in kept:
         kept.insert(kept.index("lossless12") + 1, "dense")
         held = (i for i in range(sum(config.moe_layers)) if i not in dense_layers)
         layers = {"lossless12": tuple(held), "dense": tuple(dense_layers)}
+    layouts = {
+        version: dense
+        if version == "dense"
+        else dataclasses.replace(dense, version=version, dtype=named)
+        for version in kept
+    }
     store = ExpertStore(
-        {
-            version: StoredVersion(
-                dense
-                if version == "dense"
-                else dataclasses.replace(dense, version=version, dtype=named),
-                layers=layers.get(version, ()),
-            )
-            for version in kept
-        }
+        {v: StoredVersion(layout, layers=layers.get(v, ())) for v, layout in layouts.items()}
     )
+    if CHECKPOINT in versions:
+        some = layers_above(store, layouts[kept[-1]])
+        if len(some) < sum(config.moe_layers):
+            low = StoredVersion(layouts[kept[-1]], layers=some)
+            store = ExpertStore(store.versions | {kept[-1]: low})
     count = sum(config.moe_layers) * config.num_experts if in_files else 0
     file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
     params = abstract_params(config, dtype)

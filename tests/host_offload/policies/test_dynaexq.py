@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_offload.control.interface import Moment, Observation, State
-from host_offload.control.rules import PolicyError, check_policies
+from host_offload.control.interface import Decision, Moment, Observation, State, Transition
+from host_offload.control.rules import PolicyError, check_decision, check_policies
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.precision.dynaexq import DynaExq, Hotness
 from host_offload.policies.precision.maps import HI, LO, random_map, top_map
@@ -183,6 +183,32 @@ def test_a_layer_has_as_many_high_experts_as_it_has_cells_for():
     for capacity in range(LAYERS * EXPERTS + 1):
         cells = cells_per_layer(capacity, LAYERS, EXPERTS)
         assert (top_map(counts[0], capacity) == HI).sum(axis=1).tolist() == list(cells)
+
+
+def test_a_layer_that_low_makes_no_smaller_has_no_high_experts():
+    low = {"high": np.full(LAYERS, 100), "low": np.array([40, 100])}
+    told = spec(version_bytes=low, capacity=(N * LAYERS, LAYERS * EXPERTS))
+    counts = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
+    for scores in (None, counts.astype(float)):
+        policy = DynaExq(paged=True, scores=scores)
+        state = policy.init(told)
+        state, decision = policy.decide(state, observed(counts, state.high))
+        assert state.high.sum(axis=1).tolist() == [N * LAYERS, 0]
+        assert decision.fill_version is not None and (decision.fill_version[1] == LO).all()
+    assert (random_map(2, 8, 6, 1, [False, True]) == HI).sum(axis=1).tolist() == [0, 6]
+    assert (random_map(2, 8, 9, 1, [False, True]) == HI).sum(axis=1).tolist() == [0, 8]
+
+
+def test_nothing_is_high_in_such_a_layer_whatever_a_policy_says():
+    sizes = {"high": np.array([100, 40]), "low": np.full(LAYERS, 40)}
+    asked = np.array([HI, LO, -1 - HI, -1 - LO] * 2, np.int8)
+    decision = Decision(
+        fill_version=np.array([asked] * 2),
+        transitions=(Transition(0, 1, HI), Transition(1, 2, HI), Transition(1, 3, LO)),
+    )
+    told = check_decision(decision, DynaExq(paged=True), spec(version_bytes=sizes), "x")
+    assert told.transitions == (Transition(0, 1, HI),) and told.fill_version is not None
+    assert told.fill_version.tolist() == [asked.tolist(), [LO, LO, -1 - LO, -1 - LO] * 2]
 
 
 # ---- transitions

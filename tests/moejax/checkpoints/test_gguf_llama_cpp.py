@@ -10,9 +10,7 @@ import pytest
 from gguf.quants import dequantize
 
 from host_offload.policies.precision.precision_names import CHECKPOINT
-from moejax import LLM
 from moejax.checkpoints.load import load_checkpoint
-from moejax.errors import UserError
 from pallas_kernels.records import decode
 from tests.conftest import REPOSITORY
 from tests.models.llama_cpp.write import MODELS
@@ -67,11 +65,6 @@ def test_formats_are_those_of_each_layer_and_bytes_come_back(mix):
     store = load_checkpoint(path, "float32", versions=(CHECKPOINT,)).store
     assert {version: store.layers.get(version, ()) for version in store.arrays} == formats_of(mix)
     assert_bytes_come_back(path, store)
-
-
-def test_high_experts_of_layers_in_several_formats_are_refused_with_what_works():
-    with pytest.raises(UserError, match=r"in q4_k and q4_k\+q4_k\+q6_k; use .*hi=dense,lo=int2,"):
-        LLM(FILES / "Q4_K_M.gguf", precision="dynaexq,hi=checkpoint,lo=int2", progress=False)
 
 
 @pytest.mark.slow

@@ -294,8 +294,6 @@ def test_formats_that_differ_by_layer_stream_but_are_not_computed_beside(directo
     placed = "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us"
     with pytest.raises(UserError, match="placement and formats that differ by layer do not"):
         run(path, driver="host", placement=placed)
-    with pytest.raises(UserError, match=r"hi=checkpoint needs .*hi=dense,lo=int4, which"):
-        run(path, precision="dynaexq,hi=checkpoint")
     too_small = CACHED | {"store": "file,host_memory=80KiB"}
     with pytest.raises(UserError, match=r"too small a cache .* take 351 KiB"):
         run(path, **too_small)

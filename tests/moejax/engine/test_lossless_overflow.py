@@ -226,7 +226,10 @@ def test_versions_of_layers_at_the_border():
     np.testing.assert_array_equal(
         pairs.of(np.array([[0, 1, -1, -2]] * 3)), [[0, 2, -1, -3], [1, 2, -2, -3], [0, 2, -1, -3]]
     )
+    some = layer_versions(formats((0, -1, 1), (-1, 0, -1), (0, -1, 1)))  # the low store lacks one
+    assert some == LayerVersions(((0, 2), (1, 1), (0, 2)))
+    np.testing.assert_array_equal(some.of(np.array([[0, -2]] * 3)), [[0, -3], [1, -2], [0, -3]])
     with pytest.raises(ValueError, match="layer 1 is in 2 stores"):
-        layer_versions(formats((0, 1), (-1, 0)))
+        layer_versions(formats((0, 1), (-1, 0), (0, -1)))
     with pytest.raises(ValueError, match="layer 0 is in 0 stores"):
         layer_versions(formats((-1, 0), (-1, -1)))

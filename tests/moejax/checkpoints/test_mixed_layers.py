@@ -1,0 +1,219 @@
+"""Two versions of a checkpoint whose layers differ in format: high experts are as the files have
+them, in each layer its own way."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from host_offload.policies.precision.precision_names import CHECKPOINT, precision_of
+from host_offload.simulate.replay import replay
+from host_offload.traces.reader import read_trace
+from host_offload.versions.encoders import encode
+from host_offload.versions.quantizers import rtn
+from moejax import LLM, SamplingParams
+from moejax.checkpoints.conversion import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.versions import with_versions
+from moejax.errors import UserError
+from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
+from pallas_kernels.records import decode
+from tests.conftest import REPOSITORY
+from tests.moejax.gguf_models import gguf_model
+from tests.moejax.quantized_models import quantized_model
+
+pytestmark = pytest.mark.torch
+LAYERS, EXPERTS = 4, 8
+LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False, "dtype": "float32"}
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
+PROMPTS = [[5, 6, 7, 30], list(range(20, 90)), [9, 3]]
+Q4_K_M = REPOSITORY / "tests" / "models" / "llama_cpp" / "Q4_K_M.gguf"
+SIZES = {"num_experts": EXPERTS, "num_hidden_layers": LAYERS}
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, **SIZES}
+
+
+def choose_by_layer(name):
+    """One layer in bfloat16, the others in 4 bits."""
+    return None if ".layers.1." in name and ".experts." in name else "int4-16-bf16"
+
+
+SOURCES = {
+    "Q4_K_M.gguf": ("int2", range(LAYERS)),
+    "Q8_0 and Q4_0.gguf": ("int4", (0, 1)),
+    "dense and int4": ("int2", range(LAYERS)),
+}
+"""Source → the low version, and the layers that it makes smaller."""
+
+
+@functools.cache
+def written(directory, source):
+    path = directory / source
+    if source == "Q4_K_M.gguf":
+        gguf_model(path, experts="Q4_K", down=("Q6_K", "Q4_K", "Q4_K", "Q6_K"), **WIDE)
+    elif source == "dense and int4":
+        quantized_model(path, choose_by_layer, **SIZES)
+    else:
+        gguf_model(path, experts=("Q8_0", "Q8_0", "Q4_0", "Q4_0"), **SIZES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("layers")
+
+
+def run(path, **options):
+    """Statistics, and tokens with their log-probabilities; all residents checked in every step."""
+    with LLM(path, **LIMITS, **options) as llm:
+        step = llm.engine.step
+
+        def checked():
+            touched = step()
+            assert llm.engine.runner.faults() == []
+            return touched
+
+        llm.engine.step = checked
+        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
+        return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
+
+
+def test_the_low_version_is_made_of_each_layer_in_its_own_format():
+    loaded = load_checkpoint(Q4_K_M, "float32", versions=(CHECKPOINT,))
+    layouts, high = loaded.store.layouts, loaded.store.arrays
+    own = {version: np.array(high[version]) for version in high}
+    store = with_versions(loaded, (CHECKPOINT, "int2")).store
+    assert [*store.layouts] == ["q4_k", "q4_k+q4_k+q6_k", "int2"]
+    assert store.layers == {"q4_k": (0,), "q4_k+q4_k+q6_k": (1,)}
+    low = np.asarray(store.arrays["int2"])
+    for layer, (version, (records,)) in enumerate(own.items()):
+        np.testing.assert_array_equal(np.asarray(store.arrays[version])[0], records)
+        weights = np.stack([np.asarray(decode(record, layouts[version])) for record in records])
+        made = encode(weights, store.layouts["int2"], rtn, np.zeros_like(low[layer]))
+        np.testing.assert_array_equal(low[layer], made)
+
+
+def test_a_low_version_that_makes_no_layer_smaller_is_refused():
+    mixed = "random,hi=checkpoint,lo=int8,hi_share=0.5"
+    with pytest.raises(UserError, match=r"no more than 130048 in q4_k\+q4_k\+q6_k; take a lo with"):
+        dry_run(Config.of(Q4_K_M, precision=mixed, **LIMITS))
+
+
+def test_the_plan_names_the_formats_of_high_experts():
+    mixed = "dynaexq,hi=checkpoint,lo=int2,hi_share=0.5"
+    plan, _ = dry_run(Config.of(Q4_K_M, precision=mixed, **LIMITS))
+    notes = " ".join(plan.budget.notes)
+    assert "2 of 4 experts at most as in the checkpoint, the others in int2;" in notes
+    assert "q4_k in 1 layers and q4_k+q4_k+q6_k in 1 layers, in cells of 130048 bytes" in notes
+    sizes = [n.tolist() for n in plan.spec.version_bytes.values()]
+    assert sizes[0] == [113664, 130048] and sizes[1][0] == sizes[1][1] < 60000
+
+
+VARIANTS = {
+    "auto": [
+        {"driver": "host"},
+        {"transfers": "queue"},
+        {"paged": True, "expert_budget": "30%"},
+        {"paged": True, "expert_budget": "0", "driver": "host"},
+        {"paged": True, "expert_budget": "50%", "transfers": "queue", "prefetch": "random"},
+        {"paged": True, "expert_budget": "30%", "driver": "host", "eviction": "lfu"},
+    ],
+    "xla": [
+        {"driver": "host", "transfers": "queue"},
+        {"paged": True, "expert_budget": "30%"},
+        {"paged": True, "expert_budget": "40%", "driver": "host", "transfers": "queue"},
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "ops"),
+    [
+        pytest.param(
+            source, ops, marks=[pytest.mark.nightly] * (source != "Q4_K_M.gguf" or ops != "auto")
+        )
+        for source in SOURCES
+        for ops in VARIANTS
+    ],
+)
+def test_no_budget_driver_transport_or_conversion_changes_a_bit(source, ops, directory, tmp_path):
+    """With versions that a map fixes."""
+    path, (low, smaller) = written(directory, source), SOURCES[source]
+    versions = {
+        "high": np.zeros((LAYERS, EXPERTS), np.int8),
+        "low": np.ones((LAYERS, EXPERTS), np.int8),
+        "some": np.random.default_rng(1).integers(0, 2, (LAYERS, EXPERTS)).astype(np.int8),
+    }
+    found = {}
+    for name, version in versions.items():
+        np.save(tmp_path / f"{name}.npy", version)
+        plan = f"map={tmp_path / name}.npy,hi=checkpoint,lo={low}"
+        stats, found[name] = run(path, ops=ops, precision=plan)
+        assert stats["precision"]["versions"] == [CHECKPOINT, low]
+    assert found["high"] == run(path, ops=ops)[1]
+    assert found["low"] not in (found["high"], found["some"]) and found["some"] != found["high"]
+    if [*smaller] == [*range(LAYERS)]:
+        assert found["low"] == run(path, ops=ops, precision=low)[1]
+    converted = convert(path, tmp_path / "converted", "float32").directory
+    assert run(converted, ops=ops, precision=plan)[1] == found["some"]
+    for options in VARIANTS[ops]:
+        paged = ",paged=true" if options.get("paged") else ""
+        rest = {name: value for name, value in options.items() if name != "paged"}
+        assert run(path, ops=ops, precision=plan + paged, **rest)[1] == found["some"], options
+
+
+MOVED = [
+    ({"hi_share": 0.3}, [{"driver": "host"}, {"transfers": "queue"}, {"ops": "xla"}]),
+    ({"paged": "true"}, [{"driver": "host"}, {"transfers": "queue"}]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "settings", "others"),
+    [
+        pytest.param(
+            source, *case, marks=[pytest.mark.nightly] * (source != "Q8_0 and Q4_0.gguf" or i > 0)
+        )
+        for source in SOURCES
+        for i, case in enumerate(MOVED)
+    ],
+)
+def test_experts_change_their_versions_and_a_trace_is_replayed(
+    source, settings, others, directory, tmp_path
+):
+    path, (low, smaller) = written(directory, source), SOURCES[source]
+    said = ",".join(f"{name}={value}" for name, value in settings.items())
+    text = f"dynaexq,hi=checkpoint,lo={low},margin=0,interval=8 tokens,{said}"
+    budget = {"expert_budget": "40%"} if "paged" in settings else {}
+    stats, found = run(path, precision=text, trace=tmp_path / "trace", **budget)
+    counted = stats["precision"]
+    assert counted["promotions"] > 0 and counted["demotions"] > 0
+    trace = read_trace(tmp_path / "trace")
+    again = replay(trace, policies=precision_of(text).policies)
+    assert again.bytes is not None and again.control is not None
+    assert again.bytes.sum() == trace.array("step.bytes").sum()
+    for name in ("promotions", "demotions", "promoted_bytes", "demoted_bytes", "hi", "lo"):
+        assert again.control["precision"][name] == counted[name], name
+    sizes = trace.header.spec["version_bytes"]
+    high, least = (np.broadcast_to(each, LAYERS) for each in sizes.values())
+    assert np.flatnonzero(high > least).tolist() == [*smaller]
+    for options in others:
+        if options == {"ops": "xla"}:
+            assert run(path, precision=text, **budget, **options)[0]["precision"]["promotions"] > 0
+        else:
+            assert run(path, precision=text, **budget, **options)[1] == found, options
+
+
+@pytest.mark.nightly
+def test_misses_of_little_weight_come_in_the_low_version(directory, tmp_path):
+    options = {"driver": "host", "expert_budget": "40%", "trace": tmp_path / "trace"}
+    text = "hobbit,hi=checkpoint,lo=int4,threshold=0.3"
+    run(written(directory, "Q8_0 and Q4_0.gguf"), precision=text, **options)
+    trace = read_trace(tmp_path / "trace")
+    again = replay(trace, policies=precision_of(text).policies)
+    assert again.bytes is not None
+    assert again.bytes.sum() == trace.array("step.bytes").sum() > 0
