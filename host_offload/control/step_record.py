@@ -174,6 +174,12 @@ class StepRecord(NamedTuple):
     ] = None
     """bool[L, E]: missed experts that a second processor computed, where there was one; a trace has
     them as bits."""
+    rejected: Annotated[
+        np.ndarray | None, Column("step", np.uint8, ("layers", "experts/8"), optional=True)
+    ] = None
+    """bool[L, E]: experts that rows of rejected drafts chose, where steps verify drafts. These rows
+    are not among the tokens, but their experts are among hits, misses and bytes; a trace has them
+    as bits."""
     staged: np.ndarray | None = None
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without one,
     and in a trace."""

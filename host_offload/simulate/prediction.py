@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Moment, Policy, Spec, routed_counts
+from host_offload.control.interface import Moment, Policy, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import StepRecord
 from host_offload.policies.placement.placement_policy import PlacementPolicy, costs_of
@@ -26,6 +26,7 @@ from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.cost_model import CostError, CostModel, RunCosts, Work, run_costs
 from host_offload.traces.reader import Trace, TraceHeader
 from host_offload.traces.schema import KINDS
+from host_offload.traces.step_sets import step_counts
 from pallas_kernels.paged_attention import SPAN
 
 
@@ -183,7 +184,7 @@ class _Clock:
         """Adds a dispatched step with its moves."""
         step, costs = next(self._steps), self._costs
         work, rows = step_work(step, costs.models[0].chunk)
-        routed = routed_counts(step.ids, self._experts)
+        routed = step_counts(step, self._experts)
         used = simulated.version[simulated.active]
         compute = costs.fixed_cost(work, rows, used).seconds(work) + self._control_s
         compute += float(costs.products(routed, simulated.version, rows).sum())

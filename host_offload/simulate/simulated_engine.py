@@ -478,6 +478,11 @@ class SimulatedEngine:
             return None
         for name in ("embedding", "probs"):
             _check_array(self.header, name, "a decode step searches")
+        if step.rejected is not None and step.rejected.any():
+            raise TraceError(
+                f"step {step.number} also searched maps for rejected drafts, whose embeddings and "
+                "probabilities no trace has; record it without speculative_config"
+            )
         return StepSearch(self._device, step, self.header.top_k)
 
     def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:

@@ -275,7 +275,8 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             "moejax that wrote it"
         )
     try:
-        header = TraceHeader(**{f.name: found[f.name] for f in dataclasses.fields(TraceHeader)})
+        said = {"rejected": False, **found}
+        header = TraceHeader(**{f.name: said[f.name] for f in dataclasses.fields(TraceHeader)})
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
     except (KeyError, TypeError, ValueError) as error:

@@ -28,7 +28,7 @@ ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
 """Columns that every trace has."""
 
 
-BITS = ("missed", "placed")
+BITS = ("missed", "placed", "rejected")
 """Fields of a StepRecord, bool[L, E], that chunks keep as bits."""
 
 
@@ -46,6 +46,7 @@ class TraceHeader:
     - `probabilities`: whether router probabilities of all experts are recorded.
     - `gate_input`, `embedding`: width of the recorded router inputs and embeddings, 0 for none.
     - `placed`: whether the experts that a second processor computed are recorded.
+    - `rejected`: whether those that rejected drafts chose are recorded. Older traces do not say.
     - `absent`: columns that the trace does not have since it was converted or generated.
     - `uses`: columns of a step's use, of which older traces have fewer.
     """
@@ -63,6 +64,7 @@ class TraceHeader:
     gate_input: int = 0
     embedding: int = 0
     placed: bool = False
+    rejected: bool = False
     absent: Sequence[str] = ()
     uses: Sequence[str] = USES
 

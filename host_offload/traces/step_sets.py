@@ -78,7 +78,14 @@ def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
         raise TraceError(
             f"step {step.number}: the layers of a step must have the same waves, at least one"
         )
-    return routed_counts(step.ids, experts) > 0, int(waves[0])
+    return step_counts(step, experts) > 0, int(waves[0])
+
+
+def step_counts(step: StepRecord, experts: int) -> np.ndarray:
+    """Returns int[L, E], how many tokens of a step chose each expert. One that rejected drafts
+    alone chose counts once: the trace does not say how many of their rows did."""
+    counts = routed_counts(step.ids, experts)
+    return counts if step.rejected is None else np.maximum(counts, step.rejected)
 
 
 def in_waves(active: np.ndarray, waves: int) -> Iterator[np.ndarray]:

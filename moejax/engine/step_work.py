@@ -109,6 +109,10 @@ class ScheduledWork:
         kept = [(row, d.request) for d in self.drafts for row in d.rows[: d.accepted]]
         return sorted([*self.rows, *kept], key=lambda placed: placed[0])
 
+    def rejected_rows(self) -> list[int]:
+        """The rows of drafts that are not among `kept_rows`."""
+        return [row for draft in self.drafts for row in draft.rows[draft.accepted :]]
+
     def sampled(self) -> list[tuple[int, Request]]:
         """The requests that get a token, each with its row."""
         if self.rows:
@@ -244,11 +248,12 @@ def step_record(
     # Copied one by one: the step has ended, and traversing a pytree costs more than the copies.
     ids = np.asarray(output.routing.ids)
     place, placed = step.placed or placed_rows(work, step.positions, shapes)
-    weights, moved = _NONE, _NONE
+    weights, moved, rejected = _NONE, _NONE, None
     if needs is None or "weights" in needs:
         weights = np.asarray(output.routing.weights).transpose(1, 0, 2)[place]
     if needs is None:
         moved = moved_bytes(step, paging, results.demand, runner.link_bytes)
+        rejected = rejected_experts(work, ids, missed.shape)
     if work.rows:
         rows, waves = output.logits.shape[0], 1
     else:
@@ -283,9 +288,23 @@ def step_record(
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         placed=output.placed,
+        rejected=rejected,
         ahead=entries_ahead(output),
         **arrays,
     )
+
+
+def rejected_experts(work: ScheduledWork, ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns StepRecord.rejected of a step that was read.
+
+    - `ids`: int[L, R, k], what all rows chose.
+    - `shape`: layers and experts.
+    """
+    found = np.zeros(shape, bool)
+    if rows := work.rejected_rows():
+        chosen = ids[:, rows].reshape(len(ids), -1)
+        found[np.arange(len(ids))[:, None], chosen] = True
+    return found
 
 
 def entries_ahead(output: StepOutput) -> np.ndarray | None:

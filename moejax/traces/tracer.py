@@ -169,6 +169,7 @@ def start_trace(
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
         placed=runner.steps.second is not None,
+        rejected=runner.steps.drafts,
     )
     return Tracer(TraceWriter(directory, header))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Spec, routed_counts
+from host_offload.control.interface import Spec
 from host_offload.control.paging import PagedSpec
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.prediction import predict, step_work
@@ -18,7 +18,7 @@ from host_offload.simulate.split_experts import HalfExperts, Prefilled, foresee,
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, run_costs
 from host_offload.traces.reader import Trace
-from host_offload.traces.step_sets import in_waves, step_set
+from host_offload.traces.step_sets import in_waves, step_counts, step_set
 from moejax.evaluate.experiments.arms import Arm
 from moejax.evaluate.experiments.definition import NO_LINK, Cell
 from moejax.evaluate.experiments.terms import Terms, grant_columns
@@ -93,7 +93,7 @@ def _count_halves(
             played.append(Prefilled([*in_waves(active, waves)]))
             continue
         assert step.gate_input is not None, "the arm's trace has it"
-        (work, rows), routed = step_work(step, costs.chunk), routed_counts(step.ids, spec.experts)
+        (work, rows), routed = step_work(step, costs.chunk), step_counts(step, spec.experts)
         version = np.zeros(routed.shape, np.int64)
         fixed_s += of_run.fixed_cost(work, rows, version).seconds(work)
         products_s += float(of_run.products(routed, version, rows).sum())

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import routed_counts
 from host_offload.memory.budget import Share, cells_per_layer
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.generators import routing_generator
 from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.step_sets import step_counts
 from moejax.costs.hardware import DISK, HIGH, LIKELY, LOW, Hardware
 from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
@@ -195,7 +195,7 @@ def _forecasts(info: ModelInfo, machine: Machine, asked: _Asked, trace: Trace) -
     if held < every:
         from_disk = _warm_misses(trace, np.array(cells_per_layer(held, *shape)), "lru")
     steps = [step for step in trace.step_traces() if step.kind != "prefill"]
-    used_by = [np.count_nonzero(routed_counts(step.ids, shape[1])) for step in steps]
+    used_by = [np.count_nonzero(step_counts(step, shape[1])) for step in steps]
     active = float(np.mean(used_by))
     references = read_references(trace, "decode")
     used = info.moe_layers * _used_by_prompt(info, batch * prompt)

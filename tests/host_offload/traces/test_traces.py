@@ -66,6 +66,7 @@ def step(header=HEADER, number=0, tokens=3, seed=0) -> StepRecord:
         probabilities=half(header.probabilities, layers, experts),
         gate_input=half(header.gate_input, layers, header.gate_input),
         embedding=half(header.embedding, header.embedding),
+        rejected=rng.random((layers, experts)) < 0.5 if header.rejected else None,
     )
 
 
@@ -102,6 +103,7 @@ def write(directory, steps=20, header=HEADER, close=True) -> TraceWriter:
         probabilities=st.booleans(),
         gate_input=st.integers(0, 2),
         embedding=st.integers(0, 2),
+        rejected=st.booleans(),
     ),
     sizes=st.lists(st.integers(0, 9), max_size=12),
     chunk_bytes=st.sampled_from([1, CHUNK, 1 << 20]),
@@ -133,6 +135,13 @@ def test_a_trace_of_fewer_uses_says_what_it_lacks(tmp_path):
         writer.append(written)
     (found,) = read_trace(tmp_path / "t").step_traces()
     assert found.use.tolist() == [4, 0, 1, 2, 3, *[-1] * (len(USES) - 5)]
+
+
+def test_a_trace_from_before_rejected_drafts_were_recorded_can_be_read(copy):
+    found = json.loads((copy / "trace.json").read_text())
+    del found["rejected"]
+    (copy / "trace.json").write_text(json.dumps(found))
+    assert all(step.rejected is None for step in read_trace(copy).step_traces())
 
 
 def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypatch):

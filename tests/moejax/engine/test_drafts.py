@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from host_offload.memory.budget import ArenaTooSmall
+from host_offload.simulate.replay import replay
+from host_offload.traces.reader import TraceError, read_trace
 from moejax import LLM, SamplingParams, StructuredOutputsParams, UserError
 from moejax.commands.main import main
 from moejax.engine import loop, scheduler
@@ -29,9 +31,10 @@ from moejax.start.report.dry_run import dry_run
 from moejax.step.step_parts import PageTables, decode_tokens
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.kv_write import KVPage
-from tests.moejax.engine.scenes import LIMITS, Known, open_llm, same_bits
-from tests.moejax.engine_runs import Faulty, Job, Recorded, run
+from tests.moejax.engine.scenes import LIMITS, Known, at_rest, open_llm, same_bits
+from tests.moejax.engine_runs import Faulty, Job, Recorded, mixed_jobs, run
 from tests.moejax.models.families import write_checkpoint
+from tests.pallas_kernels.contract import NATIVE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 FEW: dict[str, Any] = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": "288KiB"}
@@ -546,8 +549,6 @@ def test_what_does_not_go_together_with_drafts(options, why):
 
 
 def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_alone(tmp_path):
-    from moejax.traces import read_trace
-
     config = {**NGRAM, "prompt_lookup_min": 1, "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=60, allowed_token_ids=[300, 301])
     trace = str(tmp_path / "t")
@@ -561,6 +562,33 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     assert said["choices"] == []
     seen = np.concatenate([step.position for step in read_trace(trace).step_traces()])
     assert sorted(seen.tolist()) == list(range(4 + count - 1))
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"eviction": "lfu"}, {"policy": "auto"}, {"prefetch": "expert_map_in_step"}]
+)
+def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
+    """Their rows moved experts. What they searched maps for is not known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arrays = ",arrays=probs+embedding" if "prefetch" in options else ""
+    options = {**FEW, **options, "trace": f"{tmp_path / 't'}{arrays}"}
+    with open_llm(speculative_config=NGRAM, enable_prefix_caching=False, **options) as llm:
+        rest = at_rest()
+        drafts = llm.engine.drafts = Known({i: each.tokens for i, each in enumerate(rest)})
+        assert same_bits(run(llm, mixed_jobs(), check=False), rest)
+    counts = drafts.counts
+    assert counts["accepted"] > 60 and counts["drafted"] - counts["accepted"] > 30, counts
+    trace = read_trace(tmp_path / "t")
+    steps = [*trace.step_traces()]
+    assert any(np.any(step.rejected) for step in steps)
+    assert not any(np.any(step.rejected) for step in steps if step.kind == "prefill")
+    if "prefetch" in options:
+        with pytest.raises(TraceError, match="record it without speculative_config"):
+            replay(trace)
+    else:
+        replay(trace)
 
 
 # ---- a draft model
