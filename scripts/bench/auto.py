@@ -394,8 +394,10 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 SHAPE: Mapping[str, int] = {"layers": 48, "experts": 128, "top_k": 8}
 RECORD = 2 * 3 * 2048 * 768
 """Bytes of an expert of Qwen3-30B-A3B."""
-MACHINES = {"RTX 4090": 0.25, "H100": 0.5, "RTX 4060 Ti": 0.125}
-"""Stated hardware, the last one for a laptop, and the share of experts that it holds."""
+MACHINES = ("RTX 4090", "H100", "RTX 4060 Ti")
+"""Stated hardware, the last one for a laptop."""
+SHARES = (0.125, 0.25, 0.5)
+"""Of the experts that memory holds."""
 TOLD = {
     "version_bytes": {"dense": RECORD},
     "slot_bytes": RECORD,
@@ -408,13 +410,13 @@ TOLD = {
     "seed": 0,
 }
 """What policies are told."""
-SIMULATED = {"chat": (1, 8, 0), "batch": (32, 1, 0), "shift": (1, 8, 2)}
+SIMULATED = {"chat": (1, 8, 0), "batch": (32, 1, 0), "long": (2, 4, 0), "shift": (1, 8, 2)}
 """Load → sequences, their tokens and those of a phase of topics (0: none), in multiples of
 --tokens."""
 
 
 def simulate(directory: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the rows of predicted cells: loads × machines, each with its share of the experts."""
+    """Yields the rows of predicted cells: loads × machines × shares."""
     for load, (sequences, long, phase) in SIMULATED.items():
         kind = "phases" if phase else "qwen3-like"
         more: dict[str, Any] = {"phase_tokens": phase * args.tokens} if phase else {}
@@ -428,8 +430,8 @@ def simulate(directory: Path, args: argparse.Namespace) -> Iterator[dict[str, An
             **more,
         )
         trace = read_trace(directory / load)
-        for machine, share in MACHINES.items():
-            cell = {"link": machine, "memory": f"{share:.0%}", "load": load}
+        for machine, share in itertools.product(MACHINES, SHARES):
+            cell = {"link": machine, "memory": f"{share:.1%}", "load": load}
             yield cell | predicted(trace, machine, share, sequences, args.ablations)
 
 
