@@ -165,6 +165,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     versions = *resident_versions(precision, model.store), *packed
     layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
     formats = formats_of(precision, layout, model.store, packed)
+    if formats is not None:  # layers of one version may differ
+        versions = tuple(dict.fromkeys(version.cell.version for version in formats))
     with user_errors():
         ops = resolve_ops(
             settings.ops,

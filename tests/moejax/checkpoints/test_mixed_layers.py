@@ -18,8 +18,12 @@ from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError
+from moejax.start.decide.facts import DeviceFacts
+from moejax.start.decide.start_plan import step_spec
 from moejax.start.options import Config
-from moejax.start.report.dry_run import dry_run
+from moejax.start.report.dry_run import dry_run, facts_without_weights
+from moejax.start.report.model_info import read_headers
+from moejax.start.settings import settings_of
 from pallas_kernels.records import decode
 from tests.conftest import REPOSITORY
 from tests.moejax.gguf_models import gguf_model
@@ -109,6 +113,19 @@ def test_the_plan_names_the_formats_of_high_experts():
     assert "q4_k in 1 layers and q4_k+q4_k+q6_k in 1 layers, in cells of 130048 bytes" in notes
     sizes = [n.tolist() for n in plan.spec.version_bytes.values()]
     assert sizes[0] == [113664, 130048] and sizes[1][0] == sizes[1][1] < 60000
+
+
+@pytest.mark.slow
+def test_a_kernel_must_read_every_layer(tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_model(path, experts=("Q4_K", "Q8_0", "Q8_0", "Q8_0"), **WIDE)
+    config, _ = read_headers(path)
+    options = LIMITS | {"dtype": "bfloat16", "precision": "random,hi=checkpoint,lo=int4"}
+    settings = settings_of(Config.of(path, **options))
+    model = facts_without_weights(config, "bfloat16", (CHECKPOINT, "int4"))
+    device = DeviceFacts("gpu", "NVIDIA H100", "CUDA 13", 227)
+    ops = step_spec(settings.of_model(*config.expert_layers), model, device).ops
+    assert ops.expert_ffn == "xla" != ops.linear
 
 
 VARIANTS = {
