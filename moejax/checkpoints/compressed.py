@@ -109,7 +109,7 @@ class _Plan:
 
         def read(reader: TensorReader) -> list[np.ndarray]:
             weights = self._read(file, name, index, self.source.dtype, reader)[place.rows(number)]
-            with user_errors(UnquantizableError, where=f"{file.path}: tensor {name}: "):
+            with user_errors(UnquantizableError, where=f"{file.named(name)}: "):
                 return [*self._quantize(weights), np.array([rows, width], np.int64)]
 
         tensors = [
@@ -137,7 +137,7 @@ class _Plan:
         shape = header.shape if index is None else header.shape[1:]
         values = np.empty(shape or (1,), np.dtype(header.dtype))
         reader.rows(name, index)(0, values.reshape(-1, (shape or (1,))[-1]))
-        named = f"{file.path}: tensor {name}"
+        named = file.named(name)
         if name in self.source.places:
             require_finite(values, named)
         if header.dtype == dtype:

@@ -273,6 +273,9 @@ class QuantizedShard:
     def path(self) -> pathlib.Path:
         return self.shard.path
 
+    def named(self, name: str) -> str:
+        return self.shard.named(name)
+
     def version_of(self, name: str) -> str | None:
         """The record format of a tensor; None: it is not quantized."""
         return self.matrices[name].version if name in self.matrices else None

@@ -93,6 +93,10 @@ class TensorFile(Protocol):
         """Name → header of each tensor."""
         ...
 
+    def named(self, name: str, /) -> str:
+        """File and name of a tensor, as its file has it, for messages."""
+        ...
+
     def open(self) -> AbstractContextManager[TensorReader]:
         """Opens the file. Raises UserError, here or while reading, where it is damaged."""
         ...
@@ -110,6 +114,9 @@ class Shard:
     tensors: dict[str, Header]
     begins: dict[str, int]
     stamp: tuple[int, ...]
+
+    def named(self, name: str) -> str:
+        return f"{self.path}: tensor {name}"
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ShardReader]:

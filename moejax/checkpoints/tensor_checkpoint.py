@@ -166,34 +166,14 @@ class TensorCheckpoint(Checkpoint):
     ) -> None:
         """Raises UserError for a tensor that native threads cannot bring into a record of this
         version: its bytes are not those of a dense one, nor blocks of a GGUF file."""
-        why, into = "", f"`moejax convert {self.directory} DST"
-        stored = file.tensors[name].dtype
-        if isinstance(file, GgufFile):
-            type_ = file.sources[name].tensor.type
-            stored = FLOATS.get(type_, type_)
-        if place.is_bias and (version == DENSE or not isinstance(file, GgufFile)):
-            why = "is a bias, which is read so only beside codes of a GGUF file"
-        elif place.is_bias and stored != "float32":
-            why = f"is a bias in {stored}, not float32"
-        elif place.turned:
-            why = "is stored transposed"
-        elif not isinstance(file, Shard | GgufFile):
-            why = "has its codes in another order"
-        elif version == DENSE and stored != dtype:
-            why, into = f"is in {stored}, not {dtype}", f"{into} --dtype {dtype}"
-        elif (
-            version != DENSE
-            and isinstance(file, GgufFile)
-            and not place.is_bias
-            and stored not in KINDS
-        ):
-            why = "is not quantized, as others of its expert are"
-        elif version != DENSE and dtype == "float16":
-            why, into = "may have scales that float16 cannot hold", f"{into} --dtype bfloat16"
+        if version != DENSE and isinstance(file, GgufFile):
+            why, options = _why_not_blocks(file, name, place, dtype)
+        else:
+            why, options = _why_not_dense(file, name, place, dtype, version)
         if why:
             raise UserError(
                 f"{file.path}: store='file' reads experts as they are, and tensor {name} {why}; "
-                f"write another one with {into}`"
+                f"write another one with `moejax convert {self.directory} DST{options}`"
             )
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
@@ -277,6 +257,41 @@ def _version_of(file: TensorFile, name: str) -> str | None:
         return None
     quantized = isinstance(file, QuantizedShard | GgufFile)
     return (file.version_of(name) if quantized else None) or DENSE
+
+
+def _why_not_dense(
+    file: TensorFile, name: str, place: ExpertPlace, dtype: str, version: str
+) -> tuple[str, str]:
+    """Why a tensor does not lie in its file as in a dense record, and the options of a conversion
+    after which it does; twice "" if it does."""
+    stored = _type_of(file, name)
+    if place.is_bias:
+        return "is a bias, which is read so only beside codes of a GGUF file", ""
+    if place.turned:
+        return "is stored transposed", ""
+    if version != DENSE or not isinstance(file, Shard | GgufFile):
+        return "has its codes in another order", ""
+    return ("", "") if stored == dtype else (f"is in {stored}, not {dtype}", f" --dtype {dtype}")
+
+
+def _why_not_blocks(file: GgufFile, name: str, place: ExpertPlace, dtype: str) -> tuple[str, str]:
+    """The same of a tensor that goes into a record of codes."""
+    stored = _type_of(file, name)
+    if place.is_bias:
+        return "" if stored == "float32" else f"is a bias in {stored}, not float32", ""
+    if stored not in KINDS:
+        return "is not quantized, as others of its expert are", ""
+    if dtype == "float16":
+        return "may have scales that float16 cannot hold", " --dtype bfloat16"
+    return "", ""
+
+
+def _type_of(file: TensorFile, name: str) -> str:
+    """A tensor's dtype, or the type of a GGUF file's blocks."""
+    if not isinstance(file, GgufFile):
+        return file.tensors[name].dtype
+    type_ = file.sources[name].tensor.type
+    return FLOATS.get(type_, type_)
 
 
 ExpertTensor = tuple[TensorFile, str, ExpertPlace]

@@ -20,7 +20,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.quantized import QuantizedError, put_values
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
-from moejax.checkpoints.gguf_tensors import GgufFile, GgufReader
+from moejax.checkpoints.gguf_tensors import GgufReader
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
@@ -210,11 +210,8 @@ class OpenTensor:
 
         - `index`: reads only the part at this index of the first axis.
         """
-        if isinstance(self.file, GgufFile):
-            named = self.file.named(self.name)
-        else:
-            named = f"{self.file.path}: tensor {self.name}"
-        _fill(out, first, self.reader.rows(self.name, index), self._stored, named)
+        read, named = self.reader.rows(self.name, index), self.file.named(self.name)
+        _fill(out, first, read, self._stored, named)
         return out.size * self._stored.itemsize
 
 

@@ -185,10 +185,13 @@ def precision_stats(
     return found
 
 
-def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
+def paged_cells(paged: PagedSpec, precision: Precision, layout: SlotLayout) -> str:
     """Says, for people, how many cells each version has."""
-    sizes = zip(paged.capacity, layout.records, strict=True)
-    return " and ".join(f"{count} {record.version}" for count, record in sizes)
+    names = [record.version for record in layout.records]
+    if precision.versions[HI] == CHECKPOINT:  # a layer's own
+        names[HI] = CHECKPOINT
+    sizes = zip(paged.capacity, names, strict=True)
+    return " and ".join(f"{count} {name}" for count, name in sizes)
 
 
 def note(
@@ -207,7 +210,7 @@ def note(
         bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
     if isinstance(mixed, PagedSpec):
         return (
-            f"precision {precision.name}: paged, {paged_cells(mixed, layout)} cells for "
+            f"precision {precision.name}: paged, {paged_cells(mixed, precision, layout)} cells for "
             f"{mixed.fill_version.size} experts; {bits}"
         )
     if precision.of_checkpoint:

@@ -84,6 +84,9 @@ class MappedTensors:
     def path(self) -> pathlib.Path:
         return self.tree.directory
 
+    def named(self, name: str) -> str:
+        return f"{self.path}: tensor {name}"
+
     @contextlib.contextmanager
     def open(self) -> Iterator[MappedReader]:
         """Opens the leaves. Its reader raises UserError where the checkpoint is damaged or lacks

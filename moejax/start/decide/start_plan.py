@@ -116,7 +116,7 @@ class StartPlan:
                 "window of two layers"
             )
         elif isinstance(self.mixed, PagedSpec):
-            cells = paged_cells(self.mixed, steps.layout)
+            cells = paged_cells(self.mixed, self.settings.precision, steps.layout)
         elif self.cells:
             cells = ", ".join(map(str, self.cells))
         states = f", {page.state_pages} of a sequence's state" if page.state_pages else ""

@@ -17,7 +17,15 @@ from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.policies.precision.hobbit import find_heavy
 from host_offload.simulate import auto
-from host_offload.simulate.auto import Auto, Prices, Watched, auto_of, choose_arm, correct
+from host_offload.simulate.auto import (
+    Auto,
+    Prices,
+    Watched,
+    auto_of,
+    choose_arm,
+    correct,
+    versions_of,
+)
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.shadows import AGES, Shadows, active_of, cold_shadows
 from host_offload.simulate.timeline import Link
@@ -315,6 +323,11 @@ def test_shadows_choose_as_the_device(cells, rows, experts, clock, follow):
 
 
 @NATIVE
+def test_a_version_may_be_three_formats():
+    names = "q5_k+q5_k+q6_k", "int2"
+    assert [versions_of(f"lru+{name}", names) for name in names] == [(0,), (1,)]
+
+
 def test_the_library_keeps_the_shadows_that_numpy_keeps():
     """Also after cells were taken and given, and after a time in which no last use counts."""
     rng, every = np.random.default_rng(0), [EVICTION[arm] for arm in auto.EVICTIONS]
