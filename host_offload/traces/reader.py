@@ -194,8 +194,8 @@ class Trace:
         return tuple(BudgetMove(**{**line, "cells": tuple(line["cells"])}) for line in lines)
 
     def decisions(self) -> Iterator[dict[str, Any]]:
-        """Yields the lines of decisions.jsonl, of policies and of budgets. Raises TraceError for a
-        line that is not JSON."""
+        """Yields the lines of decisions.jsonl, of policies, of budgets and of the length of drafts.
+        Raises TraceError for a line that is not JSON."""
         return self._lines("decisions")
 
     def _lines(self, name: str) -> Iterator[Any]:
@@ -218,7 +218,7 @@ class Trace:
         """Yields the lines of policies alone. Every queue that is "as before" is written out."""
         queues: dict[tuple[str, str], Any] = {}
         for line in self.decisions():
-            if "budget" in line:
+            if "budget" in line or "drafts" in line:
                 continue
             decision = dict(line.get("decision", {}))
             for name in QUEUES & decision.keys():

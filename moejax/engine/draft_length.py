@@ -36,8 +36,8 @@ WAITS = 16
 """How many times longer than at first a trial may wait."""
 OUTLIER = 3.0
 """A step that took so many times as long as those around it was disturbed and does not count."""
-SEEN = 32
-"""Guesses that count."""
+SEEN, KEPT = 32, 8
+"""Guesses that count, and those of an earlier run: fewer, since its load may have been another."""
 
 
 class Acceptance:
@@ -54,6 +54,11 @@ class Acceptance:
         """Takes a guess of `guessed` tokens, the first `right` of which were right; 0: there was
         none."""
         self._seen.append((right, guessed))
+
+    @property
+    def last(self) -> list[tuple[int, int]]:
+        """The last KEPT of what was added."""
+        return [*self._seen][-KEPT:]
 
     @property
     def share(self) -> float:

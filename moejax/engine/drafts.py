@@ -9,7 +9,6 @@ equals these tokens; a rejected row's keys are overwritten before any row reads 
 from __future__ import annotations
 
 import abc
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from host_offload.control.interface import Costs
 from moejax.engine.draft_length import Acceptance, DraftLength
 from moejax.engine.step_work import Guess, ScheduledWork, Step
 from moejax.requests.request import Request
-
-log = logging.getLogger("moejax")
 
 
 def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
@@ -83,6 +80,10 @@ class Drafts(abc.ABC):
         self.choices: dict[int, DraftLength] = {}
         """By the power of two that the number of requests is at most."""
         self._last: DraftLength | None = None
+        self._length = 0
+        """Of the choice that was last said to have changed."""
+        self._recalled: dict[int, dict[int, float]] = {}
+        """DraftLength.extra of `choices` that an earlier run measured."""
         self._turn = 0
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
@@ -130,8 +131,9 @@ class Drafts(abc.ABC):
         """Takes what a step computed, whose tokens were read, before `after_read`."""
         return None
 
-    def after_read(self, work: ScheduledWork, seconds: float | None, rows: int) -> None:
-        """Takes a decode step whose tokens were read.
+    def after_read(self, work: ScheduledWork, seconds: float | None, rows: int) -> str | None:
+        """Takes a decode step whose tokens were read. Returns `why`, if drafts have another length
+        from then on.
 
         - `seconds`: that it took; None: not a time to learn from.
         - `rows`: of the engine.
@@ -142,7 +144,7 @@ class Drafts(abc.ABC):
             self.counts["drafted"] += sum(len(draft.tokens) for draft in work.drafts)
             self.counts["accepted"] += accepted
         if not (requests := len(work.rows)) or not self.adaptive:
-            return
+            return None
         # A request a step, by turns, so that as many steps count whatever their requests.
         self._turn += 1
         _, request = work.rows[self._turn % requests]
@@ -152,14 +154,14 @@ class Drafts(abc.ABC):
         elif found := self.judge(request):
             self.acceptance.add(*found)
         if not (free := rows - requests):
-            return  # nothing is left to choose: no row is free for a draft
+            return None  # nothing is left to choose: no row is free for a draft
         choice = self._last = self._choice(requests)
         choice.most = max(free // requests, 1)
         # Others were dispatched before a change.
-        if seconds is not None and (length := work.drafting) == choice.now:
+        if seconds is not None and work.drafting == choice.now:
             choice.add(1 + accepted / requests, seconds, len(work.drafts) / requests)
-            if choice.now != length:
-                log.debug("%s", self.why())
+        before, self._length = self._length, choice.now
+        return None if choice.now == before else self.why()
 
     def judge(self, request: Request) -> tuple[int, int] | None:
         """Returns Acceptance.add of a draft that was not verified, by the tokens that came without;
@@ -170,8 +172,26 @@ class Drafts(abc.ABC):
         lengths = 0, *sorted({1, max(self.most // 2, 1), self.most})
         bits = (requests - 1).bit_length()
         if bits not in self.choices:
-            self.choices[bits] = DraftLength(1 << bits, lengths, self.acceptance, self.costs)
+            choice = DraftLength(1 << bits, lengths, self.acceptance, self.costs)
+            choice.extra = {n: x for n, x in self._recalled.get(bits, {}).items() if n in lengths}
+            self.choices[bits] = choice
         return self.choices[bits]
+
+    def learned(self) -> dict[str, Any]:
+        """Returns what the next run may begin with, as plain data."""
+        extra = {bits: choice.extra for bits, choice in self.choices.items() if choice.extra}
+        return {"guesses": self.acceptance.last, "extra": {**self._recalled, **extra}}
+
+    def recall(self, found: Mapping[str, Any]) -> None:
+        """Begins with what an earlier run learned, before any step. Raises KeyError, TypeError,
+        ValueError or AttributeError, and changes nothing, if it is not what `learned` returns."""
+        guesses = [(int(right), int(guessed)) for right, guessed in found["guesses"]]
+        self._recalled = {
+            int(bits): {int(n): float(x) for n, x in extra.items()}
+            for bits, extra in found["extra"].items()
+        }
+        for right, guessed in guesses:
+            self.acceptance.add(right, guessed)
 
     def stats(self) -> dict[str, Any]:
         """Returns the part of LLM.stats() on drafts as plain data."""

@@ -593,11 +593,16 @@ class Engine:
                 touched.append(request)
         if step.work.drafts:  # no step was dispatched since
             self.scheduler.release_states()
+        changed: str | None = None
         if self.drafts is not None:
             with self._drafts_may_fail():
                 self.drafts.observe(step)
                 seconds = None if since is None else now - since
-                self.drafts.after_read(step.work, seconds, len(step.positions))
+                changed = self.drafts.after_read(step.work, seconds, len(step.positions))
+        if changed is not None:
+            log.info("step %d: %s", step.number, changed)
+            if self.tracer is not None:
+                self.tracer.drafts(step.number, changed)
         if self.tracer is not None or self.control is not None:
             self._tell(step, results, now, touched)
         return touched

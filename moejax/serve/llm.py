@@ -55,7 +55,7 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.serve.kept_kv import KeptKV, require_writable
-from moejax.start.auto import keep_learned
+from moejax.start.auto import keep_drafts, keep_learned
 from moejax.start.build import start_engine
 from moejax.start.choices import Settings
 from moejax.start.decide.drafter import (
@@ -542,6 +542,7 @@ class LLM:
             if self.engine.control is not None:
                 self.engine.control.controller.finish()
                 keep_learned(self.plan, self.engine.control.controller.stats())
+            keep_drafts(self.plan, self.engine.drafts)
             if self._tracer is not None:
                 self._tracer.close()
             if self._kept_kv is not None:

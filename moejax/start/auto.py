@@ -31,6 +31,7 @@ from host_offload.sizing.cost_model import CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.costs.hardware import HARDWARE, hardware_of, stated_costs
 from moejax.costs.store import find_cost_model, identity
+from moejax.engine.drafts import Drafts
 from moejax.errors import UserError
 from moejax.start.choices import GATED
 from moejax.start.decide.start_plan import StartPlan
@@ -130,6 +131,25 @@ def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:
         write_whole(_file(plan), json.dumps(found))
 
 
+def keep_drafts(plan: StartPlan, drafts: Drafts | None) -> None:
+    """Keeps what a run learned of drafts, if it chose their length under this policy."""
+    if drafts is None or not _recalls(plan, drafts) or not drafts.choices:
+        return
+    with contextlib.suppress(UserError):  # the next start learns again
+        write_whole(_file(plan, drafts), json.dumps(drafts.learned()))
+
+
+def recall_drafts(plan: StartPlan, drafts: Drafts) -> None:
+    """Lets drafts begin with what an earlier run learned."""
+    if _recalls(plan, drafts):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            drafts.recall(json.loads(_file(plan, drafts).read_text()))
+
+
+def _recalls(plan: StartPlan, drafts: Drafts) -> bool:
+    return drafts.adaptive and plan.settings.options.policy.policy is not None
+
+
 def _costs(plan: StartPlan) -> tuple[CostModel, str]:
     """Returns (costs, where they are from): kept measurements of these steps, or stated figures of
     the hardware."""
@@ -158,8 +178,12 @@ def _about(plan: StartPlan) -> dict[str, Any]:
     return {**identity(plan.steps), "cells": list(plan.cells), "link": link and list(link)}
 
 
-def _file(plan: StartPlan) -> Path:
-    digest = hashlib.sha256(json.dumps(_about(plan), sort_keys=True).encode()).hexdigest()
+def _file(plan: StartPlan, drafts: Drafts | None = None) -> Path:
+    """Returns where what was learned is kept: of the arms, or of drafts."""
+    about = _about(plan)
+    if drafts is not None:
+        about["drafts"] = str(plan.settings.options.runtime.speculative_config)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     return cache_root() / "auto" / f"{digest[:32]}.json"
 
 

@@ -31,7 +31,7 @@ from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import UserError, fallbacks, user_errors
-from moejax.start.auto import with_auto
+from moejax.start.auto import recall_drafts, with_auto
 from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
@@ -273,6 +273,7 @@ def _engine(
 
     if drafts is not None:
         drafts.costs = spec.costs
+        recall_drafts(plan, drafts)
     control, resizer = _control(plan, loaded, runner, scheduler, record_event)
     runner.wait_compiled()
     loaded.wait()

@@ -97,6 +97,11 @@ class Tracer:
         self.writer.decision(self._next_step if step is None else step, {"budget": moved})
 
     @user_errors(TraceError)
+    def drafts(self, step: int, said: str) -> None:
+        """Adds a line to decisions.jsonl: how long drafts are after that step was read, and why."""
+        self.writer.decision(step, {"drafts": said})
+
+    @user_errors(TraceError)
     def mark(self, name: str) -> None:
         """Marks this moment with a name, which what follows belongs to (a warm-up's end, another
         workload)."""

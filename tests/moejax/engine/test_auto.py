@@ -195,3 +195,26 @@ def test_a_start_goes_on_with_what_was_learned(monkeypatch):
         path.write_text("{")
     with open_llm(policy="auto", expert_budget="40%") as llm:
         assert "stated costs" in llm.explain().notes[-1]
+
+
+def test_a_start_goes_on_with_what_was_learned_of_drafts():
+    options: dict[str, Any] = {"expert_budget": "40%", "speculative_config": NGRAM}
+    learned = {"guesses": [(2, 4)] * 5, "extra": {2: {4: 0.25}}}
+
+    def begun(**more) -> Any:
+        """What drafts begin with. The run then learns something."""
+        with open_llm(**options | more) as llm:
+            drafts = llm.engine.drafts
+            assert drafts is not None
+            found = drafts.learned()
+            drafts.recall(learned)
+            drafts.length(1)
+        return found
+
+    nothing = {"guesses": [], "extra": {}}
+    assert [begun(), begun(), begun(policy="auto"), begun()] == [nothing] * 4
+    assert begun(policy="auto") == learned
+    assert begun(policy="auto", expert_budget="60%") == nothing
+    for path in (start.cache_root() / "auto").iterdir():
+        path.write_text("{}")
+    assert begun(policy="auto") == nothing

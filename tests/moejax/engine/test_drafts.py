@@ -436,10 +436,36 @@ def test_a_full_batch_chooses_no_drafts():
     for rows, begins in ((2, False), (4, True)):
         drafts, pair = NgramDrafts(4, 3, 1), [(row, Written()) for row in range(2)]
         work: Any = SimpleNamespace(rows=pair, drafts=(), drafting=0)
+        changes = []
         for _ in range(64):
             drafts.acceptance.add(4, 4)
-            drafts.after_read(work, 1.0, rows)
+            changes.append(drafts.after_read(work, 1.0, rows))
         assert (drafts.length(2) > 0) == (drafts.why() is not None) == begins
+        assert sum(each is not None for each in changes) == begins
+
+
+def test_drafts_begin_with_what_an_earlier_run_learned():
+    """With few of its guesses and with how long its steps took, but not with what is damaged."""
+    first, second, third = (NgramDrafts(most, 3, 1) for most in (4, 4, 2))
+    for _ in range(20):
+        first.acceptance.add(3, 4)
+    first.length(3)
+    first.choices[2].extra = {1: 0.5, 4: 0.125}
+    kept = json.loads(json.dumps(first.learned()))
+    damaged: list[Any] = [{}, [], {**kept, "extra": [1]}, {**kept, "extra": {"2": None}}]
+    for wrong in damaged:
+        with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+            second.recall(wrong)
+    assert second.acceptance.last == [] == second.learned()["guesses"]
+    for drafts, extra in ((second, {1: 0.5, 4: 0.125}), (third, {1: 0.5})):
+        drafts.recall(kept)
+        assert drafts.acceptance.last == [(3, 4)] * 8
+        drafts.length(3)
+        assert drafts.choices[2].extra == extra
+        assert json.loads(json.dumps(drafts.learned())) == kept or drafts is third
+    drafts = second
+    drafts.length(1)
+    assert drafts.choices[0].extra == {}
 
 
 def test_a_disturbed_step_ends_no_drafts():
@@ -564,14 +590,27 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     assert sorted(seen.tolist()) == list(range(4 + count - 1))
 
 
+def _change_at_step_8(after_read):
+    """After it drafts have another length."""
+
+    def read(drafts: Drafts, *args):
+        before = drafts.counts["steps"]
+        after_read(drafts, *args)
+        return "8 steps had drafts" if before < drafts.counts["steps"] == 8 else None
+
+    return read
+
+
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"eviction": "lfu"}, {"policy": "auto"}, {"prefetch": "expert_map_in_step"}]
 )
 def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
-    """Their rows moved experts. What they searched maps for is not known."""
+    """Their rows moved experts. What they searched maps for is not known. Changes of the drafts'
+    length are named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Known, "after_read", _change_at_step_8(Known.after_read))
     arrays = ",arrays=probs+embedding" if "prefetch" in options else ""
     options = {**FEW, **options, "trace": f"{tmp_path / 't'}{arrays}"}
     with open_llm(speculative_config=NGRAM, enable_prefix_caching=False, **options) as llm:
@@ -581,6 +620,8 @@ def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
     counts = drafts.counts
     assert counts["accepted"] > 60 and counts["drafted"] - counts["accepted"] > 30, counts
     trace = read_trace(tmp_path / "t")
+    changed = [line for line in trace.decisions() if "drafts" in line]
+    assert [line["drafts"] for line in changed] == ["8 steps had drafts"]
     steps = [*trace.step_traces()]
     assert any(np.any(step.rejected) for step in steps)
     assert not any(np.any(step.rejected) for step in steps if step.kind == "prefill")
