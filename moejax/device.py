@@ -80,7 +80,7 @@ def select_device(
     of a GPU's memory to what is free, unless the environment sets them.
 
     - `device`: a device, or a platform ("cpu", "gpu") for its first device; None: jax's first.
-    - `threads`: threads of XLA's CPU pool, which native ops share; None: as the environment says,
+    - `threads`: threads of XLA's CPU pool, and of native ops; None: as the environment says,
       else one for each CPU that the process may use.
     - `kernels`: whether kernels may run, whose checks need memory beside this process until all of
       them were made.

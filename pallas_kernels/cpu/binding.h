@@ -1,4 +1,4 @@
-// What every handler needs: XLA's thread pool as ours, and comparisons of what XLA gives.
+// What every handler needs: threads, and comparisons of what XLA gives.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -12,6 +12,7 @@
 #include "pallas_kernels/cpu/arena.h"
 #include "pallas_kernels/cpu/ops.h"
 #include "pallas_kernels/cpu/spans.h"
+#include "pallas_kernels/cpu/workers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -26,15 +27,15 @@ using Words = ffi::Buffer<ffi::U32>;
 using Flags = ffi::Buffer<ffi::PRED>;
 using Numbers = ffi::Span<const int64_t>;
 
-struct XlaPool : Pool {
-  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
+// As many of the library's threads as XLA's pool has, the caller among them.
+struct OpPool : Pool {
+  explicit OpPool(const ffi::ThreadPool& pool) : threads_(pool.num_threads()) {}
   int64_t threads() const override { return threads_; }
   void schedule(void (*run)(void*), void* data) override {
-    pool_.Schedule([run, data] { run(data); });
+    Workers::of(threads_ - 1).schedule(run, data);
   }
 
  private:
-  ffi::ThreadPool& pool_;
   int64_t threads_;
 };
 
@@ -179,7 +180,7 @@ struct Handler {
     try {
       const Kernels* kernels = select_kernels();
       if (!kernels) throw Refused(select_error());
-      XlaPool pool(threads);
+      OpPool pool(threads);
       function({pool, *kernels}, params...);
       return ffi::Error::Success();
     } catch (const Refused& refused) {

@@ -10,7 +10,16 @@
 
 namespace moejax {
 
-// Threads to ask for help: XLA's intra-op pool, or a test's.
+// Between two looks at what another core will write.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Threads to ask for help: the library's own, or a test's.
 struct Pool {
   virtual ~Pool() = default;
   virtual int64_t threads() const = 0;
@@ -86,9 +95,12 @@ void parallel(Pool& pool, int64_t tasks, int64_t work, const F& f) {
         new std::shared_ptr<internal::Shared>(shared));
   }
   shared->work();
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) < tasks; spins++) {
+  // A sleep takes 70 µs however short it should be, and most helpers end sooner.
+  constexpr int kPauses = 1 << 13;
+  for (int pauses = 0; shared->done.load(std::memory_order_acquire) < tasks; pauses++) {
+    if (pauses < kPauses) pause();
     // A helper may have lost its core to another program: leave ours to it, too.
-    if (spins > 1 << 14) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    else std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   if (shared->failed) std::rethrow_exception(shared->error);
 }

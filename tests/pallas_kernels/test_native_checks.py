@@ -1,7 +1,8 @@
-"""The native queue of transfers, alone and beside expert_ffn, under random use without jax, and
-mistakes that this finds: waits left out, cells that are there too early, two writers.
+"""The native queue of transfers, alone and beside expert_ffn, and the library's threads, under
+random use without jax, and mistakes that this finds: waits left out, cells that are there too
+early, two writers.
 
-tests/pallas_kernels/transfers_check.cc and experts_check.cc are the programs.
+tests/pallas_kernels/{transfers,experts,workers}_check.cc are the programs.
 """
 
 import os
@@ -35,8 +36,16 @@ BESIDE_EXPERTS = (
         for name in ("supply", "arena", "transfer_calls", "checksums", "gguf", "transpose")
     ),
 )
+WORKERS = CHECKS / "workers_check.cc", build.HERE / "workers.cc"
 
 MUTANTS = {
+    "threads that sleep are not woken": (
+        *(WORKERS, WORKERS[1], "wakes = ++queued_ > looking_ && asleep_ > 0;"),
+        "wakes = ++queued_ < 0;",
+    ),
+    "threads compute by their own modes": (
+        *(WORKERS, WORKERS[1], "      set_float_mode(work.mode);\n", ""),
+    ),
     "the entry flips before the last byte": (
         *(TRANSFERS, QUEUE, "  note(TransferEvent::START,"),
         "  if (transfer->next == transfer->chunks.size() && transfer->request.entry) {\n"
@@ -94,6 +103,7 @@ def run(program, sources, seed, rounds):
     ("sources", "sanitizer", "rounds"),
     [
         pytest.param(TRANSFERS, "thread", 12, id="transfers"),
+        pytest.param(WORKERS, "thread", 12, id="workers"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly, id=f"{name}-{case[1]}")
             for name, case in (

@@ -1,0 +1,81 @@
+// The library's threads under random use without jax, for sanitizers. Arguments: a seed and a number of
+// rounds. Prints "ok"; anything else is a failure.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/workers.h"
+
+using namespace moejax;
+
+namespace {
+
+constexpr int kHelpers = 3;
+#if defined(__x86_64__)
+constexpr uint64_t kZeros = 0x8040;  // of a float_mode: denormals are zeros
+#elif defined(__aarch64__)
+constexpr uint64_t kZeros = 1 << 24;
+#else
+constexpr uint64_t kZeros = 0;
+#endif
+
+// They alone do work: a piece that nobody is woken for is never done.
+bool all_run(int64_t pieces) {
+  struct Count {
+    std::atomic<int64_t> left;
+  } count{{pieces}};
+  for (int64_t i = 0; i < pieces; i++) {
+    Workers::of(kHelpers).schedule([](void* data) { static_cast<Count*>(data)->left--; }, &count);
+  }
+  for (int i = 0; i < 5'000; i++) {
+    if (count.left.load() <= 0) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(i ? 1 : 0));
+  }
+  return count.left == 0;
+}
+
+struct Helped : Pool {
+  int64_t threads() const override { return kHelpers + 1; }
+  int64_t small_work() const override { return 0; }
+  void schedule(void (*run)(void*), void* data) override { Workers::of(kHelpers).schedule(run, data); }
+};
+
+// Each task is run once, and computes as the caller does.
+bool shares_tasks(int64_t tasks, uint64_t mode) {
+  Helped pool;
+  std::vector<int> ran(tasks);
+  const uint64_t before = float_mode();
+  set_float_mode(mode);
+  parallel(pool, tasks, 0, [&](int64_t i) { ran[i] += float_mode() == mode ? 1 : 2; });
+  set_float_mode(before);
+  for (int times : ran) {
+    if (times != 1) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return std::printf("usage: workers_check SEED ROUNDS\n"), 2;
+  std::atomic<bool> right{true};
+  const auto use = [&](unsigned seed) {
+    std::mt19937 random(seed);
+    const uint64_t modes[] = {float_mode(), float_mode() ^ kZeros};
+    for (int i = 0; i < 20 * std::atoi(argv[2]) && right; i++) {
+      if (!shares_tasks(random() % 20, modes[random() % 2]) || !all_run(random() % 5)) right = false;
+      // Threads that look for work, fall asleep, or sleep.
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+    }
+  };
+  std::thread other(use, std::atoi(argv[1]) + 1);
+  use(std::atoi(argv[1]));
+  other.join();
+  std::printf(right ? "ok workers\n" : "work was lost, or done twice\n");
+  return right ? 0 : 1;
+}
