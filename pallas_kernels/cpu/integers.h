@@ -769,7 +769,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
       if (!i) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
       for (int64_t j = 0; j < count; j++) {
         const int64_t later = r + j + kScaledRows;
-        if (later < rows) ask_for_units(f, record, c, first + later);
+        if (later < rows || (!both && first + later < f.width)) ask_for_units(f, record, c, first + later);
         else if (both && later - rows < least(kScaledRows, rows)) ask_for_units(f, record, up, first + later - rows);
         IntegerRow row = row_at(f, record, c, as, first + r + j);
         const IntegerRow next = row_ahead(r + j + ahead);
@@ -809,44 +809,65 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     }
   };
 #ifdef __AVX512VNNI__
-  // A core of Zen 5 gets 4-bit codes from memory 1.05 to 1.15 times as fast for one token and 1.2 to 1.4 times for two
-  // and three as by wide_row_sums; other ones, and those of a matrix alone for one token, more slowly.
-  const bool alone = f.matrix[GATE].codes == f.matrix[UP].codes;
+  // Two cores of a Zen 5 get 4-bit codes from memory 1.1 to 1.2 times as fast for one to three tokens as by
+  // wide_row_sums, and 4- and 6-bit ones 1.1 to 1.5 times for four to eight as in blocks; 6-bit ones of fewer at 0.8.
   const auto rows_side_by_side = [&](const Integers& as, auto kind) {
     using K = decltype(kind);
     const auto sum = as.shift == Shift::None ? sum_side_by_side<Shift::None>
                      : as.shift == Shift::Zero ? sum_side_by_side<Shift::Zero> : sum_side_by_side<Shift::Minimum>;
     float *scales = whole_line((float*)sums), *shifts = scales + apart * kOutputs;
     int32_t* open = (int32_t*)(shifts + apart * kOutputs);
-    const bool copied = is_known(f, c);
-    Beside beside = {};
-    if (copied) beside = beside_rows(f, record, c, first, rows, (float*)(open + tokens * units * kOutputs));
-    const int8_t* q[kFew];
-    for (int64_t t = 0; t < tokens; t++) q[t] = Quantized(x[t], n).q;
-    const auto codes_of = [&](const Coding& c, int64_t r) { return row_at(f, record, c, as, first + r).codes; };
-    for (int64_t i = 0; i < least(kOutputs, rows) * size; i += 32) very_soon(codes_of(c, 0) + i);
-    // Behind gate's rows are up's, where tasks have both.
-    const bool both = matrix == GATE && f.matrix[UP].kind == c.kind;
+    const bool known = is_known(f, c);
+    // kOutputs rows that are asked for in so many calls.
+    const auto rows_ahead = [&](const Coding& c, int64_t row, int64_t calls) {
+      Asked ahead = {};
+      if (c.kind != f.matrix[matrix].kind || row >= f.width) return ahead;
+      const int64_t count = least(kOutputs, f.width - row);
+      const auto add = [&](int64_t part, int64_t bytes) {
+        ahead.add((const char*)(record + part * n) + row * bytes, count * bytes);
+      };
+      if (c.across == 1) {
+        each_scale(c, [&](int64_t part, int64_t size, int64_t share) { add(part, n / c.group / share * size); });
+      }
+      add(c.codes, 2 * size);
+      if (K::highs) add(c.highs, 2 * high_size);
+      ahead.spread(calls);
+      return ahead;
+    };
+    rows_ahead(c, first, 1).ask();
+    // Behind gate's rows are up's, and then gate's next ones.
+    const bool alone = f.matrix[GATE].codes == f.matrix[UP].codes;
+    const Coding& other = f.matrix[alone ? matrix : matrix == GATE ? UP : GATE];
+    const int64_t calls = 4 + (tokens + kAtOnce - 1) / kAtOnce * (size / 32) + tokens * units / kUnitLanes;
     for (int64_t r = 0; r < rows; r += kOutputs) {
       const int64_t mine = least(kOutputs, rows - r);
-      const uint16_t* all[kOutputs];
-      for (int64_t i = 0; i < kOutputs; i++) all[i] = codes_of(c, r + least(i, mine - 1));
-      if (copied) {
-        units_side_by_side(f, c, as, beside, r, mine, scales, shifts, raw);
+      const uint16_t *codes[kOutputs], *highs[kOutputs];
+      for (int64_t i = 0; i < kOutputs; i++) {
+        const IntegerRow row = row_at(f, record, c, as, first + r + least(i, mine - 1));
+        codes[i] = row.codes, highs[i] = row.highs;
+      }
+      Asked ahead = r + kOutputs < rows ? rows_ahead(c, first + r + kOutputs, calls)
+                                        : rows_ahead(other, !alone && matrix == GATE ? first : first + rows, calls);
+      if (known) {
+        units_side_by_side(f, record, c, as, first + r, mine, ahead, scales, shifts, raw);
       } else {
         units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
         turn_wide_scales(scale, apart, mine, scales);
         if (as.shift != Shift::None) turn_wide_scales(shift, apart, mine, shifts);
       }
-      const uint16_t* next = r + kOutputs < rows ? codes_of(c, r + kOutputs) : codes_of(both ? f.matrix[UP] : c, 0);
-      chosen<1, kFew>(tokens, [&](auto some) {
-        constexpr int T = decltype(some)::value;
-        (sixteen ? side_by_side_sums<K, 16, T> : side_by_side_sums<K, 32, T>)(as, all, n, next, q, open);
-      });
-      for (int64_t t = 0; t < tokens; t++) {
-        const Quantized to(x[t], n);
-        sum(open + t * units * kOutputs, as.zero, scales, shifts, to.scale[sixteen], to.sum[sixteen], units, mine,
-            y + t * stride + r);
+      for (int64_t t0 = 0; t0 < tokens; t0 += kAtOnce) {
+        const int64_t count = least(kAtOnce, tokens - t0);
+        const int8_t* q[kAtOnce];
+        for (int64_t t = 0; t < count; t++) q[t] = Quantized(x[t0 + t], n).q;
+        chosen<1, kAtOnce>(count, [&](auto some) {
+          constexpr int T = decltype(some)::value;
+          (sixteen ? side_by_side_sums<K, 16, T> : side_by_side_sums<K, 32, T>)(as, codes, highs, n, high_size, ahead, q, open);
+        });
+        for (int64_t t = 0; t < count; t++) {
+          const Quantized to(x[t0 + t], n);
+          sum(open + t * units * kOutputs, as.zero, scales, shifts, to.scale[sixteen], to.sum[sixteen], units, mine, ahead,
+              y + (t0 + t) * stride + r);
+        }
       }
     }
   };
@@ -854,10 +875,10 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   if (size % 32 == 0 && high_size % 32 == 0 && (tokens > 1 || as.bits != 8)) {
     return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
       using K = decltype(kind);
-      if (tokens >= kMany) return blocks_of_rows(as, kind);
-      if constexpr (K::bits < 8 && !K::highs) {
-        if (!alone || tokens > 1) return rows_side_by_side(as, kind);
+      if constexpr (K::bits < 8) {
+        if (tokens <= kSideBySide && (!K::highs || tokens >= kMany)) return rows_side_by_side(as, kind);
       }
+      if (tokens >= kMany) return blocks_of_rows(as, kind);
       const int8_t* numbers[kFew];
       int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
       for (int64_t t = 0; t < tokens; t++, ordered += n) {

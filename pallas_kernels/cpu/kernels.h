@@ -80,6 +80,8 @@ static inline int64_t quantized_size(int64_t n) {
   return 3 * n / 4 + 2 * ((n / 32 + 7) / 8 * 8 + (n / 16 + 7) / 8 * 8);
 }
 constexpr int64_t kFew = kTokens - 1;   // tokens whose sums are open while codes pass
+constexpr int64_t kSideBySide = 8;      // for which 16 rows of gate or up are multiplied side by side, at most
+constexpr int64_t kAtOnce = 4;          // of them, whose sums are open
 constexpr int64_t kRowsAtOnce = 4;      // of gate and up, whose sums are open then
 constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
 // Products of many tokens: outputs of a block, blocks made at once, and tokens whose sums are open.
@@ -87,8 +89,8 @@ constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t block = kOutputs * (hidden / 2 + 2 * units);
-  const int64_t rows = tokens > kFew ? 1 : kOutputs;
-  return (66 + rows * tokens) * units + (tokens > kFew ? hidden : 8 * hidden + 64) + (tokens > kFew ? block + open : 0);
+  const int64_t sums = kOutputs * kAtOnce > tokens ? kOutputs * kAtOnce : tokens;
+  return (66 + sums) * units + hidden + 64 + (tokens > kFew ? block + open : 0);
 }
 // The distance of rows of n sums: more than their size, since rows that lie whole pages apart share a
 // few sets of the first cache.
