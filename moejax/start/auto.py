@@ -37,6 +37,10 @@ from moejax.start.choices import GATED
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import Cells
 
+STREAM = (
+    "policy auto: driver 'stream' brings every expert of each layer, so there is nothing to "
+    "choose; driver 'device' or 'host' has arms"
+)
 NOTHING = "policy auto: no expert is ever evicted here, so there is nothing to choose"
 TWO = "policy auto: precision says in which version each expert is, so there is nothing to choose"
 PINNED = "policy auto: the eviction is given, so there is nothing to choose"
@@ -52,6 +56,8 @@ def with_auto(plan: StartPlan) -> StartPlan:
     pinned = policy.eviction is not None or (settings.eviction != "lru" and not ahead)
     if pinned or not (arms or plan.cells) or min(plan.cells, default=0) >= plan.spec.experts:
         nothing = TWO if isinstance(plan.mixed, PagedSpec) else NOTHING
+        if settings.options.transfer.driver.name == "stream":
+            nothing = STREAM
         notes = (*plan.budget.notes, PINNED if pinned else nothing)
         return dataclasses.replace(plan, budget=dataclasses.replace(plan.budget, notes=notes))
     cells = tuple(plan.cells)
@@ -76,7 +82,11 @@ def with_auto(plan: StartPlan) -> StartPlan:
         decided = (*decided, *(p for p in settings.policies if isinstance(p, LayerCells)))
     others = (each for each in settings.policies if not any(each is one for one in decided))
     settings = dataclasses.replace(settings, eviction=NAME, policies=(auto, *others))
-    return dataclasses.replace(plan, settings=settings, mixed=mixed)
+    first, *more = auto.arms
+    said = f"policy auto begins with {first}, by {auto.source} costs"
+    notes = (*plan.budget.notes, f"{said}; other arms: {', '.join(more)}" if more else said)
+    budget = dataclasses.replace(plan.budget, notes=notes)
+    return dataclasses.replace(plan, settings=settings, mixed=mixed, budget=budget)
 
 
 def _eviction_arms(plan: StartPlan) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "by miss": by_miss and named,
         "prefetch": any("stages" in each.writes for each in settings.policies) and "prefetch",
         "fixed": fixed and named,
-        "versions that change": mixed and not fixed and named,
+        "versions that change": mixed and precision.policy is not None and named,
         "arrival": precision.publish == "arrival" and "publish=arrival",
         "arrival by ops": precision.publish == "arrival"
         and transfers.name != "queue"

@@ -13,6 +13,7 @@ from moejax.checkpoints.load import require_predictor, require_records, run_dtyp
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.models.config import ModelConfig
 from moejax.models.hub import model_directory
+from moejax.start.auto import with_auto
 from moejax.start.choices import Settings
 from moejax.start.decide.drafter import (
     beside_drafter,
@@ -91,7 +92,7 @@ def _plan_alone(settings: Settings, predictor: bool = False) -> tuple[StartPlan,
     costs = None
     if settings.needs_costs:
         costs = find_costs(step_spec(settings, model, device))
-    return decide(settings, model, device, costs), tuple(assumed)
+    return with_auto(decide(settings, model, device, costs)), tuple(assumed)
 
 
 def facts_without_weights(

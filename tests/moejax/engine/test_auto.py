@@ -22,7 +22,18 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
 from moejax.engine.snapshot import RoutingCounts, snapshot
 from moejax.start import auto as start
-from tests.moejax.engine.scenes import EXPERTS, LAYERS, LINK, Known, at_rest, open_llm, same_bits
+from moejax.start.options import Config
+from moejax.start.report.dry_run import dry_run
+from tests.moejax.engine.scenes import (
+    EXPERTS,
+    LAYERS,
+    LIMITS,
+    LINK,
+    Known,
+    at_rest,
+    open_llm,
+    same_bits,
+)
 from tests.moejax.engine.test_drafts import NGRAM
 from tests.moejax.engine.test_placement import COSTS
 from tests.moejax.engine_runs import mixed_jobs, run
@@ -168,17 +179,29 @@ def test_what_is_given_is_pinned():
     for options, note in (
         ({"eviction": "lfu", "expert_budget": "40%"}, start.PINNED),
         ({"expert_budget": "100%"}, start.NOTHING),
+        ({"driver": "stream", "expert_budget": "60%"}, start.STREAM),
         ({"precision": "random,paged=true", "memory": 4 << 20}, start.TWO),
         ({"precision": precision_of("dynaexq,paged=true"), "memory": 4 << 20}, start.TWO),
     ):
         with open_llm(policy="auto", **options) as llm:
             assert note in llm.explain().notes
-            assert llm.stats()["eviction"] == options.get("eviction", "lru")
+            if note is not start.STREAM:
+                assert llm.stats()["eviction"] == options.get("eviction", "lru")
             assert {*llm.plan.settings.precision.policies} <= {*llm.plan.settings.policies}
     with open_llm(policy="auto", memory="5MiB", cells=[9, 8, 6, 5]) as llm:
         assert llm.stats()["control"]["said"]["auto"]["arm"] == "lru"
         policy = next(p for p in llm.plan.settings.policies if isinstance(p, Auto))
         assert policy.arms == EVICTIONS
+
+
+def test_a_plan_says_the_arms():
+    for options, note in (
+        ({}, "policy auto begins with lru, by stated costs; other arms: lfu, lfru"),
+        ({"eviction": "lfu"}, start.PINNED),
+    ):
+        given: dict[str, Any] = {"policy": "auto", "expert_budget": "40%", **options, **LIMITS}
+        plan, _ = dry_run(Config.of("demo", **given))
+        assert plan.budget.notes[-1] == note in str(plan)
 
 
 def test_a_start_goes_on_with_what_was_learned(monkeypatch):

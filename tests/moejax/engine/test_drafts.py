@@ -132,6 +132,30 @@ def test_latent_pages_windows_chunks_and_states_change_no_bit(family, kv, tmp_pa
         assert right > 50 and drafted - right > 20, drafts.counts
 
 
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "random,paged=true", "expert_budget": "20%"},
+        {"precision": "random", "memory": "3MiB"},
+    ],
+)
+def test_versions_that_do_not_change_go_together_with_drafts(options, tmp_path):
+    options = {**options, "max_num_seqs": 12, "trace": tmp_path / "t"}
+    with open_llm(speculative_config=NGRAM, enable_prefix_caching=False, **options) as llm:
+        llm.engine.drafts = None
+        plain = run(llm, mixed_jobs())
+        for mistakes in (0.1, 0.3, 0.7):
+            answers = {i: each.tokens for i, each in enumerate(plain)}
+            drafts = llm.engine.drafts = Known(answers, mistakes)
+            assert same_bits(run(llm, mixed_jobs()), plain)
+            counts = drafts.counts
+            assert counts["accepted"] > 20 and counts["drafted"] - counts["accepted"] > 10, counts
+        assert (llm.stats()["experts"]["fills"] > 100) == ("memory" not in options)
+    replay(read_trace(tmp_path / "t"))
+
+
 @pytest.mark.slow
 def test_states_go_on_from_the_last_right_token(hybrid):
     """With the bits of an engine that knows no drafts."""
@@ -566,6 +590,7 @@ def test_names_are_those_of_vllm(capsys):
         ({"driver": "stream"}, "however few tokens"),
         ({"cache_aware_routing": 0.1}, "which experts are resident"),
         ({"precision": "dynaexq"}, "would change the experts' versions"),
+        ({"precision": "dynaexq,paged=true"}, "would change the experts' versions"),
         ({"kv_overflow": "recompute"}, "which KV is computed again"),
     ],
 )
