@@ -100,7 +100,7 @@ def resolve_budget(
     - `expert_budget`: bytes, rounded down to slots, or a share, rounded to experts; at most L·E
       experts. 100% is every expert, even if a slot is larger than an expert.
     - `kv_budget`: bytes, rounded down to slots.
-    - `spare_slots`: slots that experts can use beyond one each.
+    - `spare_slots`: slots that experts can use beyond one each, below 0 if they need fewer.
     - `in_place`: the device reads the store like its own memory. If every expert fits, experts need
       no cells, and their bytes are those of the store, which is there already; budgets mean the
       same. If not every expert fits, experts get cells.

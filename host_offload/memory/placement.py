@@ -93,6 +93,12 @@ def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int
     return sum(-(-(count + spares) // per_slot) for count, per_slot in cells)
 
 
+def slots_up_to(layout: SlotLayout, high: int, total: int, spares: int) -> int:
+    """Returns the slots in which 0, 1, … or `high` of all experts can be in the first of two
+    versions, the others in the second one, with the spares of both."""
+    return int(_count_slots(layout.cells_per_slot, total, spares)[high])
+
+
 def _most_high(cells_per_slot: tuple[int, ...], slots: int, total: int, spares: int) -> int:
     needed = _count_slots(cells_per_slot, total, spares)
     return int(np.searchsorted(needed, slots, side="right")) - 1

@@ -16,6 +16,7 @@ from host_offload.memory.placement import (
     capacity,
     resident_spec,
     slots_for,
+    slots_up_to,
 )
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
@@ -106,6 +107,23 @@ def expert_budget_of(
     total = len(paired) * experts
     high = min(round(precision.hi_share * total), sum(paired) * experts)
     return slots_for(layout, (high, total - high), _spares(precision)) * layout.slot_bytes
+
+
+def spare_slots_of(
+    precision: Precision, layout: SlotLayout, experts: int, paired: Sequence[bool]
+) -> int:
+    """Returns the slots that experts can use beyond one each: the spares of both versions. Experts
+    need fewer where layers have low ones alone, several in a slot.
+
+    - `experts`: experts of a layer.
+    - `paired`: the result of paired_layers.
+    """
+    total, high = len(paired) * experts, sum(paired) * experts
+    if high == total:
+        return 2 * precision.spares
+    if precision.paged:
+        return min(slots_for(layout, (high, total)) - total, 0)
+    return min(slots_up_to(layout, high, total, precision.spares) - total, 2 * precision.spares)
 
 
 def mixed_of(

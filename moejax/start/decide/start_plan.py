@@ -52,6 +52,7 @@ from moejax.start.precision import (
     paged_cells,
     paired_layers,
     resident_versions,
+    spare_slots_of,
 )
 from moejax.step.buddies import read_buddies
 from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StepSpec
@@ -328,6 +329,7 @@ def divide(
     # If the device's memory decides, what steps need is measured and includes staging.
     staged = 0 if window is None else staged_bytes(settings, steps, window)
     why = why_cells(settings, steps, platform)
+    paired = paired_layers(precision, model.store, moe_layers)
     wanted = options.memory.expert_budget if window is None else window.slots * layout.slot_bytes
     budget = resolve_budget(
         layout,
@@ -337,12 +339,11 @@ def divide(
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else max(memory.available - maps, 0),
         memory=None if whole is None else _subtract_staging(whole, maps, staged),
-        expert_budget=expert_budget_of(
-            wanted, precision, layout, experts, paired_layers(precision, model.store, moe_layers)
-        ),
+        expert_budget=expert_budget_of(wanted, precision, layout, experts, paired),
         kv_budget=options.memory.kv_budget,
-        # Beyond one for each expert, transitions can use the spares of both versions.
-        spare_slots=2 * (precision.spares if settings.tiers is None else experts),
+        spare_slots=2 * experts
+        if settings.tiers is not None
+        else spare_slots_of(precision, layout, experts, paired),
         in_place=why is None,
     )
     notes = [*budget.notes]

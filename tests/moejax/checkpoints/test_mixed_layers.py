@@ -8,6 +8,7 @@ import functools
 import numpy as np
 import pytest
 
+from host_offload.control.paging import version_cells
 from host_offload.policies.precision.precision_names import CHECKPOINT, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
@@ -16,11 +17,13 @@ from host_offload.versions.quantizers import rtn
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.random_model import shape
 from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError
 from moejax.start.decide.facts import DeviceFacts
 from moejax.start.decide.start_plan import step_spec
 from moejax.start.options import Config
+from moejax.start.precision import spare_slots_of
 from moejax.start.report.dry_run import dry_run, facts_without_weights
 from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
@@ -113,6 +116,17 @@ def test_the_plan_names_the_formats_of_high_experts():
     assert "q4_k in 1 layers and q4_k+q4_k+q6_k in 1 layers, in cells of 130048 bytes" in notes
     sizes = [n.tolist() for n in plan.spec.version_bytes.values()]
     assert sizes[0] == [113664, 130048] and sizes[1][0] == sizes[1][1] < 60000
+
+
+def test_layers_with_low_experts_alone_take_fewer_slots():
+    layout = shape("demo", layers=4).slot_layout(2, ("dense", "int4"))
+    assert layout.cells_per_slot == (1, 4)
+    for text, wanted in (("dynaexq", 17 + 13), ("dynaexq,paged=true", 16 + 16)):
+        one = precision_of(text), layout, 16, [False, True, False, False]
+        assert spare_slots_of(*one) == wanted - 4 * 16
+        assert spare_slots_of(*one[:3], [True] * 4) == 2 * one[0].spares
+    cells = version_cells(layout, 32, 4, 16, None, one[3])
+    assert cells.T.tolist() == [[0, 16, 0, 0], [16] * 4]
 
 
 @pytest.mark.slow
