@@ -1,5 +1,6 @@
 """Files are brought into the page cache while jax is imported."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,29 @@ def test_every_byte_is_asked_for_once_and_files_larger_than_memory_are_not(
         read_ahead(str(path))
     wait()
     assert len(advised) == 3
+
+
+def test_weights_that_a_start_needs_first_are_asked_for_first(advised, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_THREADS", 1)
+    sizes = {"mlp.experts.0.w": 20 << 20, "o": 3, "mlp.experts.1.w": 9 << 20, "shared_experts.w": 1}
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, size in sizes.items():
+        header[f"model.layers.0.{name}"] = {"data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path = tmp_path / "model-a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+    # Of damaged files nothing comes early, and nothing fails.
+    for number, damaged in enumerate((b"[]", b'{"a": {}}', b'{"a": {"data_offsets": [0, "b"]}}')):
+        other = tmp_path / f"model-b{number}.safetensors"
+        other.write_bytes(len(damaged).to_bytes(8, "little") + damaged)
+    read_ahead(str(tmp_path))
+    wait()
+    mib = 1 << 20
+    begins = [begin // mib for name, begin, _ in advised if name == path.name]
+    assert begins == [0, 20, 29, 1, 9, 17, 21]  # header, o, shared_experts; then experts
+    assert len(advised) == len(begins) + 3
 
 
 def test_a_command_begins_before_it_imports_jax(tmp_path):
