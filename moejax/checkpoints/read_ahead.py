@@ -83,7 +83,7 @@ def _early_blocks(file: Path, size: int) -> set[int]:
             if name != "__metadata__" and ".experts." not in name
         ]
         for begin, end in [(-8 - length, 0), *spans]:
-            first, last = 8 + length + begin, min(8 + length + end, size)
+            first, last = max(8 + length + begin, 0), min(8 + length + end, size)
             found.update(range(first // _BLOCK, -(-last // _BLOCK)))
     return found
 
