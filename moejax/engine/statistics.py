@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import Glance, LinkUse, PageUse
-from host_offload.control.window import PAYS_FROM, WindowSpec
+from host_offload.control.window import HOST, PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.sequence_blocks import SequenceBlocks
@@ -268,26 +268,28 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
 
 
 def stream_stats(
-    window: WindowSpec | None, statistics: Statistics, layout: SlotLayout
+    window: WindowSpec | None, statistics: Statistics, layout: SlotLayout, moved: np.ndarray
 ) -> dict[str, Any] | None:
     """Returns statistics of the stream driver as plain data; None with another driver.
 
     `used` is the mean share of a layer's experts that a step's tokens chose. The others were moved
     for nothing, so below `pays_from` another driver moves fewer bytes.
+
+    - `moved`: int64[L], bytes of an expert over the link.
     """
     if window is None:
         return None
     steps = sum(statistics.steps.values())
     every = window.layers * window.experts
     placement, record = window.placement, layout.records[0].nbytes
-    dense, packed, host = placement.sum(axis=0).tolist()
+    dense, packed, _ = placement.sum(axis=0).tolist()
     return {
         "cells": window.cells,
         "bytes": window.rows * layout.hidden * 2,
         "staging_bytes": window.staged_rows * layout.hidden * 2,
         "resident_per_layer": dense / window.layers,
         "packed_per_layer": packed / window.layers,
-        "bytes_per_step": host * record,
+        "bytes_per_step": int(placement[:, HOST] @ moved),
         "unpacked_bytes_per_step": 0 if window.direct else packed * record,
         "steps": steps,
         "used": statistics.paging["active"] / (steps * every) if steps else None,

@@ -508,6 +508,7 @@ class LLM:
                     runner.window,
                     engine.statistics,
                     runner.layout,
+                    next(iter(self.plan.spec.link_bytes.values())),
                 ),
                 "planner": None if engine.planner is None else engine.planner.stats(),
                 "experts_in_place": self.plan.budget.in_place,

@@ -167,7 +167,6 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
         "small cache": small,
         "layered": layered and "formats that differ by layer",
-        "copied layers": layered and copies and "formats that differ by layer",
         "other memory": own and "placement beside a device with memory of its own",
         "pinned placement": second is not None and steps.separate and "placement",
     }
@@ -284,10 +283,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
     "driver='device'",
     ("small cache",): "raise it",
-    (
-        "streaming",
-        "copied layers",
-    ): "jax's copies stream records of one format; use driver='device' or 'host'",
     ("gives away", "layered"): "it computes records of one format; leave out placement",
     ("native queue", "foreign ops"): "native CPU ops wait for transfers; use ops='cpu' (`python -m "
     "pallas_kernels.cpu` builds them), or leave one out",

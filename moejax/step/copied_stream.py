@@ -86,8 +86,14 @@ class CopiedStream:
         """(layer, its records) that are in staging or on their way there."""
         self._holder = self._layers - 1
         """The layer that has the ring's cells now."""
+        of_layers = buffers.layer_versions
+        self._versions = [0] * self._layers
+        """The version number of each layer's records as the store has them."""
+        if of_layers is not None:
+            self._versions = [numbers[0] for numbers in of_layers.numbers]
         self._ring: list[_OfLayer] = []
-        compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
+        lands = (ProgramKey("land_many", run=v) for v in range(len(transport.device_queue.records)))
+        compiler.need(ProgramKey("seat"), *lands)
         if steps.tiers:
             compiler.need(ProgramKey("land_packed"))
             for version in (0, PACKED_VERSION):
@@ -100,7 +106,7 @@ class CopiedStream:
         """Bytes of the ring's half outside of the arena, without records that are decoded into
         cells."""
         if self.window is None:
-            return self._experts * sum(self._transport.records.sizes)
+            return self._experts * max(sum(r.sizes) for r in self._transport.device_queue.records)
         return self.window.staged_rows * self._steps.layout.hidden * 2
 
     def open(self, window: WindowSpec) -> None:
@@ -110,6 +116,8 @@ class CopiedStream:
         packed = (rows >= 0) & (versions == PACKED_VERSION)
         for layer, expert in np.argwhere(packed).tolist():
             self._land_packed(int(rows[layer, expert]), self.pack(layer, expert))
+        if (by_layer := self._buffers.layer_versions) is not None:
+            versions = by_layer.of(versions)
         self._transport.populate(np.where(packed, -1, rows), versions)
         self._begin_window(window)
 
@@ -158,7 +166,10 @@ class CopiedStream:
         """
         queue, places = self._transport.device_queue, np.argwhere(wanted).tolist()
         tickets = queue.submit_all(
-            [Transfer(layer, expert, 0, int(rows[layer, expert])) for layer, expert in places]
+            [
+                Transfer(layer, expert, self._versions[layer], int(rows[layer, expert]))
+                for layer, expert in places
+            ]
         )
         settled = [queue.wait(ticket) for ticket in tickets]
         lost = [s.message for s in settled if s is not None and s.state == "failed"]
@@ -233,7 +244,7 @@ class CopiedStream:
         missing = [seat for seat, _ in self._land_all(seats)]
         transport, again = self._transport, []
         for seat in missing:
-            once_more = transport.transfer_of(layer, seat.expert)
+            once_more = transport.transfer_of(layer, seat.expert, version=self._versions[layer])
             ticket = transport.device_queue.submit_again(once_more)
             again.append(seat._replace(ticket=ticket))
         for seat, why in self._land_all(again):
@@ -269,9 +280,10 @@ class CopiedStream:
 
     def _begin_copies(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """Begins to copy the records of (expert, arena row) into staging."""
-        transfers = [self._transport.transfer_of(layer, expert, "prefetch") for expert, _ in seats]
-        tickets = self._transport.device_queue.submit_all(transfers)
-        self._transport.device_queue.begin()
+        transport, version = self._transport, self._versions[layer]
+        transfers = [transport.transfer_of(layer, e, "prefetch", version) for e, _ in seats]
+        tickets = transport.device_queue.submit_all(transfers)
+        transport.device_queue.begin()
         return [_Seat(*seat, ticket) for seat, ticket in zip(seats, tickets, strict=True)]
 
     def _land_all(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, str]]:
@@ -293,11 +305,12 @@ class CopiedStream:
         """Dispatches the copies of LANDED records into their cells by one program. Returns False,
         dispatching nothing, if one did not come."""
         rows = np.array([seat.row for seat in seats], np.int32)
+        version = self._transport.device_queue.version(seats[0].ticket)
 
         def move(records: Sequence[Sequence[jax.Array]]) -> jax.Array:
             pieces = tuple(map(tuple, records))
             self._buffers.arena, mark = self._compiler.call(
-                ProgramKey("land_many"), self._buffers.arena, rows, pieces
+                ProgramKey("land_many", run=version), self._buffers.arena, rows, pieces
             )
             return mark
 

@@ -538,7 +538,8 @@ class Executor:
             record = buffers.memory.view()[row : row + rows]
         else:
             record = np.asarray(copy_rows(self.arena, row, rows))
-        if isinstance(self.stream, CopiedStream) and version == PACKED_VERSION:
+        made = bool(self.steps.tiers) and version == PACKED_VERSION  # the store has no packed ones
+        if made and isinstance(self.stream, CopiedStream):
             return np.array_equal(record, self.stream.pack(layer, expert))
         lies = None if self.steps.formats is None else self.steps.formats[version]
         source = self.store.versions[buffers.stored[version]].source

@@ -40,7 +40,13 @@ from moejax.start.decide.shapes import (
 )
 from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.store_choice import explain_donation, why_cells
-from moejax.start.decide.stream import staged_bytes, storage_model, stream_notes, window_of
+from moejax.start.decide.stream import (
+    moved_bytes,
+    staged_bytes,
+    storage_model,
+    stream_notes,
+    window_of,
+)
 from moejax.start.decide.transfers import cache_of, queue_of
 from moejax.start.kernels import KernelChoice, without_mosaic
 from moejax.start.precision import (
@@ -396,7 +402,7 @@ def _file_note(
     checked = "checksums verified" if model.verified else "checksums NOT verified"
     stay = f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked})"
     if (cache := cache_of(settings, platform)) is not None:
-        records = cache.bytes // steps.layout.records[0].nbytes
+        records = int(cache.bytes // moved_bytes(steps).mean())
         pinned = f"{format_bytes(cache.bytes)} of pinned host memory"
         return f"{stay}; {pinned} are a cache of {records} of them"
     return (

@@ -17,6 +17,7 @@ from host_offload.control.window import (
 )
 from host_offload.memory.budget import Share, expert_slots_of, format_bytes
 from host_offload.sizing.tiers import StorageModel, uniform_placement
+from host_offload.versions.layer_versions import version_bytes
 from moejax.errors import UserError
 from moejax.start.choices import Settings
 from moejax.start.option_values import Driver
@@ -157,7 +158,7 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
     """Describes the window, and says if it is too small for a batch of so many rows."""
     if window is None:
         return []
-    record, row = steps.layout.records[0].nbytes, steps.layout.hidden * 2
+    row, moved = steps.layout.hidden * 2, int(window.placement[:, HOST] @ moved_bytes(steps))
     dense, packed, every = window.placement.sum(axis=0).tolist()
     kept = [
         f"{n / window.layers:g} {name}" for n, name in ((dense, "dense"), (packed, "packed")) if n
@@ -170,7 +171,7 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
     notes = [
         f"driver stream: all {window.experts} experts of a layer are there before it runs, in "
         f"{window.cells} cells ({format_bytes(window.rows * row)}) of {where}{resident}; a "
-        f"step moves {every} experts, {format_bytes(every * record)}, beside compute"
+        f"step moves {every} experts, {format_bytes(moved)}, beside compute"
     ]
     if packed and not window.direct:
         notes[0] += f", and decodes {packed}"
@@ -184,6 +185,13 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
             "(max_num_seqs), below that driver=device moves less"
         )
     return notes
+
+
+def moved_bytes(steps: StepSpec) -> np.ndarray:
+    """Returns the bytes of an expert of each layer over the link, int64[L]; of several versions,
+    those of the first one."""
+    layers = sum(steps.config.moe_layers)
+    return next(iter(version_bytes(steps.layout, steps.formats, layers, moved=True).values()))
 
 
 def used_experts(experts: int, k: int, rows: int) -> float:

@@ -75,7 +75,7 @@ class CopyTransport(Transport):
         self.spec, self._waves = spec.of_chunks(max(map(max, pieces))), steps.shapes.waves
         ahead = spec.threads
         if steps.window:  # all of a layer's
-            ahead = steps.config.num_experts * len(pieces[0])
+            ahead = steps.config.num_experts * max(map(len, pieces))
         else:
             through = tuple(("through", version) for version in range(len(records)))
             self.shared_parts = (*_parts("blank", "plan_beside", "compute"), *through)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.paging import version_cells
+from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
@@ -194,6 +195,33 @@ def test_no_budget_driver_transport_or_conversion_changes_a_bit(source, ops, dir
         paged = ",paged=true" if options.get("paged") else ""
         rest = {name: value for name, value in options.items() if name != "paged"}
         assert run(path, ops=ops, precision=plan + paged, **rest)[1] == found["some"], options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source", [pytest.param("Q4_K_M.gguf", marks=pytest.mark.nightly), "Q8_0 and Q4_0.gguf"]
+)
+def test_copies_by_jax_stream_every_layer_in_its_format(source, directory):
+    path = written(directory, source)
+    _, found = run(path, ops="xla")
+    for options in (
+        {},
+        {"expert_budget": "80%"},
+        {"expert_budget": "50%", "store": "file,host_memory=8MiB"},
+    ):
+        assert run(path, ops="xla", driver="stream", **options)[1] == found, options
+
+
+@pytest.mark.slow
+def test_a_stream_and_a_cache_count_the_bytes_of_every_layer(directory):
+    path = written(directory, "Q8_0 and Q4_0.gguf")
+    stats, _ = run(path, driver="stream")
+    assert stats["stream"]["bytes_per_step"] == stats["store_bytes"]
+    notes = dry_run(Config.of(path, driver="stream", **LIMITS))[0].budget.notes
+    assert any(f"32 experts, {format_bytes(stats['store_bytes'])}, beside" in n for n in notes)
+    cached = {"store": f"file,host_memory={stats['store_bytes']}", "transfers": "queue"}
+    plan = dry_run(Config.of(path, driver="host", ops="xla", **cached, **LIMITS))[0]
+    assert any("are a cache of 32 of them" in note for note in plan.budget.notes)
 
 
 MOVED = [

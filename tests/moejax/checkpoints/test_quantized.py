@@ -287,10 +287,9 @@ def test_no_store_changes_a_bit(source, request, directory, monkeypatch, tmp_pat
 def test_formats_that_differ_by_layer_stream_but_are_not_computed_beside(directory):
     path = directory / "mixed-3"
     quantized_model(path, choose_by_layer, num_hidden_layers=3)
-    for budget in (None, "80%"):
-        assert run(path, driver="stream", expert_budget=budget)[1] == at_rest(path, "auto")
-    with pytest.raises(UserError, match="driver=stream and formats that differ by layer do not"):
-        run(path, driver="stream", ops="xla")
+    for budget, ops in ((None, "auto"), ("80%", "auto"), ("80%", "xla")):
+        options = {"driver": "stream", "expert_budget": budget, "ops": ops}
+        assert run(path, **options)[1] == at_rest(path, ops), options
     placed = "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us"
     with pytest.raises(UserError, match="placement and formats that differ by layer do not"):
         run(path, driver="host", placement=placed)
