@@ -17,7 +17,6 @@ from moejax.start.options import Config
 from moejax.step.step_parts import ARENA_OPS, StepSpec
 from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
-from pallas_kernels.records.versions import stored_in_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +156,6 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
             f"{DEMANDS} that a layer waits for and {cache.threads} ahead of need take "
             f"{format_bytes(least)} ({least} bytes)"
         )
-    layered = len(stored_in_part(steps.formats)) > 0
     own = second is not None and (not second.same_bits or platform != "cpu") and not steps.separate
     return {
         "foreign ops": _list_ops(steps.foreign_ops),
@@ -166,7 +164,6 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         "few layers": layers < 3 and f"a model of {layers} layers",
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
         "small cache": small,
-        "layered": layered and "formats that differ by layer",
         "other memory": own and "placement beside a device with memory of its own",
         "pinned placement": second is not None and steps.separate and "placement",
     }
@@ -283,7 +280,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
     "driver='device'",
     ("small cache",): "raise it",
-    ("gives away", "layered"): "it computes records of one format; leave out placement",
     ("native queue", "foreign ops"): "native CPU ops wait for transfers; use ops='cpu' (`python -m "
     "pallas_kernels.cpu` builds them), or leave one out",
     ("native queue", "in transit"): "it does not decode experts on their way; leave out one",

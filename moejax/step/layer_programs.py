@@ -328,7 +328,9 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int, version: int 
     """
     steps, context = programs.steps, programs.context(key)
     assert steps.second is not None
-    formats = None if steps.formats is None else steps.formats[version : version + 1]
+    formats = None
+    if steps.formats is not None:  # of a store with this record alone
+        formats = (steps.formats[version]._replace(places=None),)
     record = steps.layout.records[0] if formats is None else formats[0].store
     hidden, implementation = steps.layout.hidden, steps.second.implementation
     arithmetic = steps.ops.arithmetic

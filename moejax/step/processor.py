@@ -96,6 +96,7 @@ class Processor:
         own = ((part, None) for part in names)
         self.parts: Sequence[tuple[str, int | None]] = (*device.shared_parts, *own)
         self._records = [buffers.store.arrays[name] for name in buffers.stored]
+        self._places = [buffers.store.places(name) for name in buffers.stored]
         cpu = buffers.device.platform == "cpu"
         self._host = buffers.device if cpu else _host_device()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
@@ -112,7 +113,7 @@ class Processor:
     def _check_view(self) -> None:
         """Raises UserError if the CPU cannot read the store's memory in place."""
         try:
-            view = np.asarray(self._record(0, 0, 0))
+            view = np.asarray(view_record(self._records[0], self._host, 0, 0))
         except (ValueError, RuntimeError) as error:
             raise UserError(
                 f"placement computes experts where the store has them, and cannot: {error}; leave "
@@ -282,7 +283,9 @@ class Processor:
         """Returns an expert's record as an array of the CPU device."""
         key = layer, expert, version
         if key not in self._seen:
-            self._seen[key] = view_record(self._records[version], self._host, layer, expert)
+            places = self._places[version]
+            place = layer if places is None else places[layer]
+            self._seen[key] = view_record(self._records[version], self._host, place, expert)
         return self._seen[key]
 
     # ---- its programs

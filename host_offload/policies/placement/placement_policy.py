@@ -41,8 +41,11 @@ class Placed(NamedTuple):
 
     costs: PlacementCosts
     """The stated or measured ones at the start, then as the link and the second processor are."""
-    record_bytes: int
-    """Bytes of an expert over the link."""
+    record_bytes: float
+    """Bytes of an expert over the link, the mean of all layers. Costs are those of such an
+    expert."""
+    sizes: tuple[float, ...]
+    """The bytes of each layer's experts over that mean; 1 unless layers differ in format."""
     top_k: int
     layers: int
     router: np.ndarray | None
@@ -126,9 +129,11 @@ class PlacementPolicy:
         """The state before the first step. Raises ValueError for networks of another model."""
         networks = None if self.learned is None else self.learned.networks(spec)
         sizes = max(spec.link_bytes.values(), key=np.max)
-        record = int(np.max(sizes))
+        record = float(np.mean(sizes))
         costs = costs_of(self, spec, record)
-        return Placed(costs, record, spec.top_k, spec.layers, spec.router, networks, self.hit)
+        of_layers = tuple((np.broadcast_to(sizes, spec.layers) / record).tolist())
+        known = spec.top_k, spec.layers, spec.router, networks, self.hit
+        return Placed(costs, record, of_layers, *known)
 
     def decide(self, state: Placed, seen: Observation) -> tuple[Placed, Decision]:
         if seen.moment == Moment.LAYER_BEGIN:
@@ -153,7 +158,8 @@ class PlacementPolicy:
             alpha = seen.link_bytes_left / state.record_bytes * state.costs.load
         current = queue_of(layer, counts, there[layer])
         resident = queue_of(layer, counts, ~there[layer])
-        given = LayerWork(current, ahead, state.costs, alpha, state.hit, resident)
+        costs = state.costs.of_size(state.sizes[layer])
+        given = LayerWork(current, ahead, costs, alpha, state.hit, resident)
         plan = SCHEDULERS[self.scheduler](given)
         # Residents stay on the accelerator, whatever the rule says.
         stay = {*resident}
@@ -213,7 +219,7 @@ class PlacementPolicy:
         return found
 
 
-def costs_of(policy: PlacementPolicy, spec: Spec, record: int) -> PlacementCosts:
+def costs_of(policy: PlacementPolicy, spec: Spec, record: float) -> PlacementCosts:
     """The stated costs, and measured ones for the rest.
 
     - `record`: bytes of an expert over the link.

@@ -48,6 +48,11 @@ class PlacementCosts:
         """t_c of a list, equation (3) summed: β·m + C for each expert."""
         return self.per_token * sum(w.tokens for w in works) + self.startup * len(works)
 
+    def of_size(self, share: float) -> PlacementCosts:
+        """The costs of experts of so many times the bytes: the link and the CPU move them in as
+        many times the time. A row more takes the same."""
+        return dataclasses.replace(self, load=self.load * share, startup=self.startup * share)
+
     def follow(self, before: LinkUse, now: LinkUse, weight: float = 0.1) -> PlacementCosts:
         """The costs after the link and the second processor did more: t_io follows the link's time
         for each arrival, β and C the second processor's time over what they predict. Both are

@@ -212,6 +212,32 @@ def test_copies_by_jax_stream_every_layer_in_its_format(source, directory):
         assert run(path, ops="xla", driver="stream", **options)[1] == found, options
 
 
+PLACED = "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "ops"),
+    [
+        ("Q8_0 and Q4_0.gguf", "auto"),
+        pytest.param("Q8_0 and Q4_0.gguf", "xla", marks=pytest.mark.nightly),
+        pytest.param("Q4_K_M.gguf", "auto", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_second_processor_computes_each_layer_in_its_format(source, ops, directory):
+    path, low = written(directory, source), SOURCES[source][0]
+    options = {"ops": ops, "driver": "host", "expert_budget": "40%", "placement": PLACED}
+    for more in ({}, {"transfers": "queue"}):
+        stats, found = run(path, **options, **more)
+        assert stats["placement"]["experts"] > 0 and stats["placement"]["same_bits"]
+        assert found == run(path, ops=ops)[1], more
+    paged = f"random,hi=checkpoint,lo={low},paged=true"
+    stats, found = run(path, **options, precision=paged)
+    assert stats["placement"]["experts"] > 0
+    del options["placement"]
+    assert found == run(path, **options, precision=paged)[1]
+
+
 @pytest.mark.slow
 def test_a_stream_and_a_cache_count_the_bytes_of_every_layer(directory):
     path = written(directory, "Q8_0 and Q4_0.gguf")

@@ -57,6 +57,18 @@ def test_light_misses_go_to_the_second_processor_and_heavy_ones_are_loaded_in_th
     assert decision.stages is None
 
 
+def test_costs_are_those_of_each_layers_bytes():
+    """Of layers of 180 and of 20 bytes an expert, stated costs are those of one of 100 bytes."""
+    policy, counts = placement_policy(f"prescope,{STATED}"), [1, 2, 3, 4, 5, 9]
+    computed = {}
+    for sizes in ((100, 100), (180, 20)):
+        told_so = dataclasses.replace(told(), version_bytes={"checkpoint": np.array(sizes)})
+        state = policy.init(told_so)
+        found = [policy.decide(state, seen(layer, counts))[1].execute for layer in (0, 1)]
+        computed[sizes] = [int(np.sum(execute)) for execute in found]
+    assert computed == {(100, 100): [3, 3], (180, 20): [4, 2]}
+
+
 def test_free_cells_are_filled_with_the_heaviest_misses_whatever_the_rule():
     policy = placement_policy(f"fiddler,{STATED}")
     state, cells = policy.init(told()), np.array([3, 3])
