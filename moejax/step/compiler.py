@@ -41,6 +41,11 @@ def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, 
     return options
 
 
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array is computed."""
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
+
+
 class Compiler:
     """Compiles the executables of one engine, each once, in the background.
 

@@ -555,7 +555,8 @@ class Executor:
         self.compiler.close()
         self.walk.delete()
         state, memory = self.tokens, self.buffers.memory
-        others: tuple = state.tokens, state.counts, self.maps and self.maps.arrays
+        tokens = None if isinstance(state.tokens, np.ndarray) else state.tokens
+        others: tuple = tokens, state.counts, self.maps and self.maps.arrays
         try:
             self.buffers.delete(*others, self.params if given else ())
         finally:

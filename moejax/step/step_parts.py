@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.sample import greedy, logprobs
+from pallas_kernels.sample import choose_likeliest, greedy, logprobs
 from pallas_kernels.state_pages import Sequences
 
 if TYPE_CHECKING:
@@ -632,6 +632,9 @@ def _greedy_tokens(model, logits, batch, prefill):
     update = batch[1] >= 0 if prefill is None else prefill.last >= 0
     # Behind a barrier, so that XLA does not fuse the choice into the computation of the logits.
     logits = lax.optimization_barrier(logits)
+    if model.ops.sample == "cpu":  # XLA passes a row six times, in turn
+        wanted = update[: logits.shape[0]]  # a walk of layers has all rows
+        return choose_likeliest(logits, current, wanted, implementation="cpu")
     return update_rows(greedy, logits, current, update, by_row=sums_in_one_order(model.ops))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.step.compiler import Compiler
+from moejax.step.compiler import Compiler, is_ready
 from moejax.step.programs import Kind, ProgramKey, StepKeys
 from moejax.step.step_parts import StepOutput, StepSpec, sums_in_one_order
 from pallas_kernels.sample import truncates_any
@@ -30,7 +30,9 @@ class TokenState:
         self._greedy: tuple[jax.Array, jax.Array] | None = None
         """(logits, tokens after its own greedy choice) of the step dispatched last; None once its
         tokens are chosen."""
-        self.tokens: jax.Array = jax.device_put(np.zeros(steps.shapes.rows, np.int32), sharding)
+        self._on_host = all(device.platform == "cpu" for device in sharding.device_set)
+        self.tokens: jax.Array | np.ndarray
+        self.tokens = jax.device_put(np.zeros(steps.shapes.rows, np.int32), sharding)
         """int32[R], the current token of each row."""
         self.results: jax.Array | None = None
         """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
@@ -128,4 +130,8 @@ class TokenState:
 
     def place(self, values: np.ndarray, update: np.ndarray) -> None:
         """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
+        tokens = self.tokens
+        if self._on_host and (isinstance(tokens, np.ndarray) or is_ready(tokens)):
+            self.tokens = np.where(update, values, tokens)  # a program takes longer
+            return
         self.tokens = self._compiler.call(ProgramKey("place"), update, values, self.tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from host_offload.control.interface import MapRows, MapSearch, Moment
 from host_offload.policies.prefetch.expert_map.map_store import MapStore
 from moejax.step.buffers import Buffers
-from moejax.step.compiler import Compiler
+from moejax.step.compiler import Compiler, is_ready
 from moejax.step.map_search import WRITTEN
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
@@ -79,7 +79,7 @@ class Completeness:
             least, last = self.looked
             if last is not tables:
                 self.looked = None
-            elif least.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
+            elif is_ready(least):
                 self.looked, self.complete = None, tables if int(least) >= 0 else None
         return tables is self.complete
 

@@ -637,6 +637,15 @@ void draw_tokens(const Call& call, Floats logits, Flags wanted, Floats temperatu
         ids->typed_data(), scaled->typed_data(), bits->typed_data()});
 }
 
+void choose_tokens(const Call& call, Floats logits, Ints tokens, Flags update, IntsOut out) {
+  Size rows, vocabulary, all;
+  need(is(logits, {rows, vocabulary}) && is(tokens, {all}) && is(update, {rows}) &&
+           is(*out, {all}) && rows <= all && vocabulary > 0,
+       "shapes");
+  choose_likeliest(call.pool, {rows, vocabulary, logits.typed_data(), update.typed_data(),
+                               changed(tokens, out)});
+}
+
 void rank_tokens(const Call& call, Floats logits, Ints tokens, ffi::Result<Floats> chosen,
                  IntsOut ranks, IntsOut top_ids, ffi::Result<Floats> top) {
   Size rows, vocabulary, most;
@@ -685,5 +694,6 @@ MOEJAX_HANDLER(latent_write, write_latent, "page", "factor", "eps", "interleave"
 MOEJAX_HANDLER(plan, plan_layer)
 MOEJAX_HANDLER(draw, draw_tokens)
 MOEJAX_HANDLER(rank, rank_tokens)
+MOEJAX_HANDLER(likeliest, choose_tokens)
 
 }  // namespace moejax

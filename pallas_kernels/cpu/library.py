@@ -22,7 +22,7 @@ TARGETS = (
         "prefill_attention",
     ),
     *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine", "gated_delta"),
-    *("short_conv", "selective_scan", "draw", "rank"),
+    *("short_conv", "selective_scan", "draw", "rank", "likeliest"),
     *("fill", "move", "unpack", "read", "write", "drain"),
 )
 """The library's handlers: each is the symbol moejax_cpu_NAME and the FFI target of that name."""

@@ -298,6 +298,14 @@ struct Ranks {
 };
 void rank(Pool& pool, const Kernels& kernels, const Ranks& ranks);
 
+struct Greedy {
+  int64_t rows, vocabulary;
+  const float* logits;  // [rows, vocabulary]
+  const bool* update;   // [rows]; of others nothing is written
+  int32_t* tokens;      // [rows]
+};
+void choose_likeliest(Pool& pool, const Greedy& greedy);
+
 // ---- plan
 
 // Tables and results. The layer's rows of those that change are changed in place.

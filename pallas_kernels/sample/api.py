@@ -8,6 +8,7 @@ from pallas_kernels.implementations import implementations, pick
 
 IMPLEMENTATIONS = implementations("sample", ("xla", "cpu"))
 LOGPROBS = implementations("sample", ("xla", "cpu"), "logprobs")
+LIKELIEST = implementations("sample", ("xla", "cpu"), "choose_likeliest")
 
 
 class Choices(NamedTuple):
@@ -88,6 +89,29 @@ def logprobs(
         raise ValueError(f"logits {logits.shape}, tokens {tokens.shape} and {n} likeliest")
     _check_dtype(logits)
     return pick("sample", LOGPROBS, implementation)(logits, tokens, n, wanted)
+
+
+def choose_likeliest(
+    logits: Float[Array, "R V"],
+    tokens: Int[Array, " A"],
+    update: Bool[Array, " R"],
+    *,
+    implementation: str = "xla",
+) -> Int[Array, " A"]:
+    """Replaces tokens by the likeliest of their row, the lowest id among equals; V − 1 in a row
+    with NaN.
+
+    - `tokens`: int32, of at least as many rows as the logits.
+    - `update`: the rows to replace.
+
+    Raises ValueError as `sample` does.
+    """
+    rows = logits.shape[:1]
+    if logits.ndim != 2 or tokens.ndim != 1 or update.shape != rows or tokens.shape < rows:
+        shapes = f"update {update.shape} and tokens {tokens.shape}"
+        raise ValueError(f"logits {logits.shape} do not fit {shapes}: [R, V], [R] and [at least R]")
+    _check_dtype(logits)
+    return pick("sample", LIKELIEST, implementation)(logits, tokens, update)
 
 
 def _check_dtype(logits):

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <limits>
+
 #include "pallas_kernels/cpu/buffer.h"
 #include "pallas_kernels/cpu/ops.h"
 
@@ -26,6 +29,39 @@ void rank(Pool& pool, const Kernels& k, const Ranks& d) {
     if (token < 0 || token >= d.vocabulary) return;
     k.rank({d.logits + r * d.vocabulary, d.vocabulary, d.most, token, d.chosen + r, d.rank + r,
             d.top_ids + r * d.most, d.top + r * d.most});
+  });
+}
+
+namespace {
+
+// The first of the largest; the last one of a row with NaN.
+int64_t likeliest(const float* x, int64_t n) {
+  constexpr int64_t kLanes = 16;  // that the compiler makes vectors of
+  float best[kLanes];
+  bool nan = false;
+  std::fill(best, best + kLanes, -std::numeric_limits<float>::infinity());
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    int unordered = 0;
+    for (int64_t j = 0; j < kLanes; j++) {
+      best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+      unordered |= x[i + j] != x[i + j];
+    }
+    nan |= unordered;
+  }
+  float top = *std::max_element(best, best + kLanes);
+  for (; i < n; i++) {
+    top = std::max(top, x[i]);
+    nan |= x[i] != x[i];
+  }
+  return nan ? n - 1 : std::find(x, x + n, top) - x;
+}
+
+}  // namespace
+
+void choose_likeliest(Pool& pool, const Greedy& g) {
+  parallel(pool, g.rows, g.rows * g.vocabulary * 2, [&](int64_t r) {
+    if (g.update[r]) g.tokens[r] = (int32_t)likeliest(g.logits + r * g.vocabulary, g.vocabulary);
   });
 }
 

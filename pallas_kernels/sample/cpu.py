@@ -37,6 +37,10 @@ def logprobs(logits, tokens, n, wanted):
     return tuple(call("rank", [floats, ints, *top], logits, tokens))
 
 
+def choose_likeliest(logits, tokens, update):
+    return call("likeliest", jax.ShapeDtypeStruct(tokens.shape, np.int32), logits, tokens, update)
+
+
 def _farthest(min_p):
     """The bits of the largest distance that min_p keeps by XLA's exponential, uint32 [R]."""
 

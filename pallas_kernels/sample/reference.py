@@ -66,6 +66,12 @@ def logprobs(logits, tokens, n, wanted):
     return chosen[:, 0] - log_total, rank, top_ids.astype(jnp.int32), top - log_total[:, None]
 
 
+def choose_likeliest(logits, tokens, update):
+    rows = logits.shape[0]
+    chosen = jnp.where(update, greedy(logits), tokens[:rows])
+    return jnp.concatenate((chosen, tokens[rows:]))
+
+
 def scale(logits, temperature):
     """``(logits − max) · (1 / temperature)`` of each row: at most 0, and 0 at the row's maximum,
     which is subtracted first, so that a small temperature cannot overflow to NaN. XLA makes this of

@@ -1,4 +1,4 @@
-"""sample against a sort in float64 and XLA's noise; logprobs against float64."""
+"""sample against a sort in float64 and XLA's noise; logprobs against float64; the likeliest."""
 
 import functools
 
@@ -153,6 +153,34 @@ def logprobs_of_nan(implementation):
     assert np.isnan(chosen).tolist() == [False, True, False] and np.isnan(top[1]).all()
 
 
+def check_likeliest(spec, implementation):
+    for seed in SEEDS:
+        logits, _ = case(spec, seed)
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, spec.vocabulary, spec.rows + seed % 2, np.int32)
+        update = rng.random(spec.rows) < 0.7
+        logits[0, rng.integers(0, spec.vocabulary, 2)] = 7
+        want = tokens.copy()
+        want[: spec.rows][update] = np.argmax(logits, axis=1)[update]
+        op = compiled(api.choose_likeliest, implementation=implementation)
+        assert op(logits, tokens, update).tolist() == want.tolist()
+
+
+def likeliest_without_a_largest(implementation):
+    """NaN and infinities."""
+    logits = np.zeros((5, 70), np.float32)
+    logits[0, 3], logits[1], logits[2, 4:6] = np.nan, -INF, INF
+    logits[3, 68], logits[4, 2], logits[4, :2] = np.nan, 0, -0.0
+    op = compiled(api.choose_likeliest, implementation=implementation)
+    found = op(logits, np.full(5, -1, np.int32), np.ones(5, bool))
+    assert found.tolist() == [69, 0, 4, 69, 0]
+
+
+def refused_likeliest(logits, tokens, update, options):
+    tokens, update = jnp.zeros(tokens, jnp.int32), jnp.zeros(update, bool)
+    return api.choose_likeliest(jnp.zeros(logits), tokens, update, **options)
+
+
 def refused(logits, rows, dtype, options):
     values = jnp.zeros(rows)
     return api.sample(jnp.zeros(logits, dtype), api.Choices(*[values] * 6), **options)
@@ -189,6 +217,20 @@ CONTRACTS = (
         refusals=(
             ((3, 4), (3,), 5, {}, r"logits \(3, 4\), tokens \(3,\) and 5 likeliest"),
             ((3, 4), (3,), 2, {"implementation": "pallas"}, "op 'sample' has no implementation"),
+        ),
+    ),
+    Contract(
+        "choose_likeliest",
+        api.LIKELIEST,
+        SPECS,
+        check_likeliest,
+        facts=(likeliest_without_a_largest,),
+        mutant=Mutant(lambda a: {"update": ~a["update"]}, SPECS[0]),
+        refused=refused_likeliest,
+        refusals=(
+            ((3, 4), (2,), (3,), {}, r"logits \(3, 4\) do not fit update \(3,\) and tokens \(2"),
+            ((3, 4), (4,), (4,), {}, r"logits \(3, 4\) do not fit update \(4,\) and tokens \(4"),
+            ((3, 4), (3,), (3,), {"implementation": "pallas"}, "op 'sample' has no implement"),
         ),
     ),
 )
