@@ -38,13 +38,9 @@ def cpu_expert_costs(runner: Executor) -> tuple[float, float] | None:
 
 def _in_place_seconds(runner: Executor) -> list[float]:
     """Returns the seconds of one expert for each of ROWS, read in place: a call of several experts
-    minus a call of one. The fixed time of a call belongs to a layer, not to an expert. Of layers
-    that differ in format, the median is taken over all."""
+    minus a call of one. The fixed time of a call belongs to a layer, not to an expert."""
     context = runner.programs().context(ProgramKey("decode"))
-    layers, experts = runner.tables.address.shape
-    versions, hidden = np.zeros((layers, experts), np.int32), runner.stores[0].shape[-1]
-    if (by_layer := runner.buffers.layer_versions) is not None:
-        versions = by_layer.of(versions)
+    layers, experts, _, hidden = runner.stores[0].shape
     most = min(EXPERTS, experts)
 
     @jax.jit
@@ -52,7 +48,7 @@ def _in_place_seconds(runner: Executor) -> list[float]:
         y, nowhere = zero_outputs(ids.size, hidden), jnp.zeros((1, hidden), jnp.uint16)
         absent = jnp.full((layers, experts), -1, jnp.int32)
         batch = ExpertBatch(listed, count, ids, x)
-        places = ExpertPlaces(stores, layer, absent, jnp.asarray(versions))
+        places = ExpertPlaces(stores, layer, absent, jnp.zeros_like(absent))
         return compute(y, nowhere, batch, places, dataclasses.replace(context, stores=stores))
 
     listed = np.full(experts, -1, np.int32)
