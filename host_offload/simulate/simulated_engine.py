@@ -446,13 +446,14 @@ class SimulatedEngine:
         active, waves = step_set(step, self.header.experts)
         done = device.begin_step(step.number, step.kind, waves)
         carried_out = np.zeros(len(entries), np.int32)
-        rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
+        seen = _without_drafts(step) if self._between else step
+        rows = StepRows(*(getattr(seen, name) for name in StepRows._fields))
         search = self._search_of(step)
         if self._between and self._control.looks_at(Moment.EMBEDDED):
             self._look(Moment.EMBEDDED, -1, rows)
         for layer in range(len(active)) if self._between or search else [None]:
             if layer is not None and self._between:
-                self._look_between(step, rows, layer)
+                self._look_between(seen, rows, layer)
             device.compute(active if layer is None else active[layer : layer + 1], layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             if entries:
@@ -526,6 +527,20 @@ class SimulatedEngine:
         if not self._timed:
             return following.number > step.number + 1
         return step.read_s < following.start_s
+
+
+def _without_drafts(step: StepRecord) -> StepRecord:
+    """Returns the step as policies see it between layers: with a token of each request, since
+    nothing is known of its drafts. Accepted ones follow that token."""
+    if step.kind != "decode" or step.request is None or step.position is None:
+        return step
+    order = np.lexsort((step.position, step.request))
+    _, first = np.unique(step.request[order], return_index=True)
+    if len(first) == len(order):
+        return step
+    own = np.sort(order[first])
+    by_token = {n: getattr(step, n) for n, column in COLUMNS.items() if column.per == "token"}
+    return step._replace(**{n: a[own] for n, a in by_token.items() if a is not None})
 
 
 def by_step(budgets: Iterable[BudgetMove]) -> Mapping[int, Sequence[BudgetMove]]:

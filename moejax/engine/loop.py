@@ -501,6 +501,8 @@ class Engine:
         self._compiled.add(program)
         results, moved = runner.tokens.results, (stages, runner.walk.transfers)
         assert results is not None
+        if work.drafts:
+            placed = None  # what is accepted is among them too
         return Step(number, work, output, results, logprobs, *when, positions, *moved, placed)
 
     def _before_step(self, number: int) -> Entries | None:

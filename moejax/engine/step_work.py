@@ -143,7 +143,7 @@ class Step:
     between: Sequence[LayerTransfers]
     """Transfers between the step's layers."""
     placed: PlacedRows | None
-    """The step's tokens, if it has hooks; else None."""
+    """The step's tokens, if it has hooks; else, and if it has drafts, None."""
 
     @property
     def kind(self) -> str:

@@ -77,6 +77,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "store=file": store.name == "file",
         "store=shared": store.name == "shared",
         "speculative_config": drafts is not None,
+        "method mtp": drafts is not None and drafts.method == "mtp",
         "max_num_seqs=1": seqs == 1,
         "kv_overflow=recompute": memory.kv_overflow == "recompute",
         "transfers=ops": transfers.name == "ops",
@@ -165,6 +166,7 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
         "small cache": small,
         "other memory": own and "placement beside a device with memory of its own",
+        "placed outputs": second is not None and not second.keeps_outputs and "placement",
         "pinned placement": second is not None and steps.separate and "placement",
     }
 
@@ -236,12 +238,18 @@ CONFLICTS: dict[tuple[str, ...], str] = {
         "leave it out, or use driver='device'"
         for name in ("eviction", "prefetch", "placement", "policies", "resize", "cells", "trace")
     },
+    (
+        "method mtp",
+        "driver=host",
+    ): "it reads hidden states, which steps of that driver do not give; "
+    "use method ngram, or driver='device'",
     ("speculative_config", "max_num_seqs=1"): "drafts take rows of the decode batch that no "
     "request uses; raise max_num_seqs",
     **{
         ("speculative_config", name): f"{why}; leave out one"
         for name, why in {
-            "driver=host": "policies decide between layers by the rows of requests alone",
+            "placed outputs": "rejected tokens would change which processor computes experts, and "
+            "with that outputs",
             "driver=stream": "a step brings every expert, however few tokens it has",
             "cache_aware_routing": "rejected tokens would change which experts are resident, and "
             "with that outputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -16,6 +17,7 @@ import pytest
 
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.simulate.replay import replay
+from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import LLM, SamplingParams, StructuredOutputsParams, UserError
 from moejax.commands.main import main
@@ -31,12 +33,15 @@ from moejax.start.report.dry_run import dry_run
 from moejax.step.step_parts import PageTables, decode_tokens
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.kv_write import KVPage
-from tests.moejax.engine.scenes import LIMITS, Known, at_rest, open_llm, same_bits
+from tests.moejax.engine.scenes import LIMITS, LINK, Known, at_rest, open_llm, same_bits
+from tests.moejax.engine.test_placement import COSTS
 from tests.moejax.engine_runs import Faulty, Job, Recorded, mixed_jobs, run
 from tests.moejax.models.families import write_checkpoint
 from tests.pallas_kernels.contract import NATIVE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+PLACED = f"{COSTS},load=1ms"
+DEFERRED = {**LINK, "driver": "host", "placement": f"ktransformers,{PLACED},defer=2"}
 FEW: dict[str, Any] = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": "288KiB"}
 
 
@@ -586,7 +591,7 @@ def test_names_are_those_of_vllm(capsys):
     ("options", "why"),
     [
         ({"max_num_seqs": 1}, "raise max_num_seqs"),
-        ({"driver": "host"}, "by the rows of requests alone"),
+        (DEFERRED, "which processor computes experts"),
         ({"driver": "stream"}, "however few tokens"),
         ({"cache_aware_routing": 0.1}, "which experts are resident"),
         ({"precision": "dynaexq"}, "would change the experts' versions"),
@@ -597,6 +602,9 @@ def test_names_are_those_of_vllm(capsys):
 def test_what_does_not_go_together_with_drafts(options, why):
     with pytest.raises(UserError, match=f"speculative_config.*{why}"):
         LLM("demo", speculative_config=NGRAM, progress=False, **LIMITS | options)
+    given = {**LIMITS, "driver": "host", "speculative_config": {"method": "mtp"}}
+    with pytest.raises(UserError, match="method mtp and driver=host do not go together"):
+        LLM("demo", **given)
 
 
 def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_alone(tmp_path):
@@ -629,19 +637,36 @@ def _change_at_step_8(after_read):
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"eviction": "lfu"}, {"policy": "auto"}, {"prefetch": "expert_map_in_step"}]
+    "options",
+    [
+        *({}, {"eviction": "lfu"}, {"policy": "auto"}, {"prefetch": "expert_map_in_step"}),
+        {"driver": "host", "prefetch": "fate"},
+        {"driver": "host", "placement": f"prescope,{PLACED},predict=gates", **LINK},
+        *(
+            pytest.param({"driver": "host", **LINK, **more}, marks=pytest.mark.nightly)
+            for more in (
+                {"policy": "auto", "prefetch": "coactivation", "placement": f"hybrimoe,{PLACED}"},
+                *({"prefetch": each} for each in ("expert_map", "moe-infinity", "deepspeed")),
+                *({"prefetch": each} for each in ("mixtral-offloading", "layer-streaming")),
+            )
+        ),
+    ],
+    ids=str,
 )
 def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
     """Their rows moved experts. What they searched maps for is not known. Changes of the drafts'
     length are named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Known, "after_read", _change_at_step_8(Known.after_read))
-    arrays = ",arrays=probs+embedding" if "prefetch" in options else ""
+    ahead = {"prefetch", "placement"} & options.keys()
+    arrays = ",arrays=probs+gate_input+embedding" if ahead else ""
     options = {**FEW, **options, "trace": f"{tmp_path / 't'}{arrays}"}
     with open_llm(speculative_config=NGRAM, enable_prefix_caching=False, **options) as llm:
         rest = at_rest()
         drafts = llm.engine.drafts = Known({i: each.tokens for i, each in enumerate(rest)})
         assert same_bits(run(llm, mixed_jobs(), check=False), rest)
+        control = llm.engine.control
+        router = None if control is None else control.controller.spec.router
     counts = drafts.counts
     assert counts["accepted"] > 60 and counts["drafted"] - counts["accepted"] > 30, counts
     trace = read_trace(tmp_path / "t")
@@ -650,11 +675,12 @@ def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
     steps = [*trace.step_traces()]
     assert any(np.any(step.rejected) for step in steps)
     assert not any(np.any(step.rejected) for step in steps if step.kind == "prefill")
-    if "prefetch" in options:
+    told = dataclasses.replace(spec_of(trace.header), router=router)
+    if options.get("prefetch") == "expert_map_in_step":
         with pytest.raises(TraceError, match="record it without speculative_config"):
-            replay(trace)
+            replay(trace, spec=told)
     else:
-        replay(trace)
+        replay(trace, spec=told)
 
 
 # ---- a draft model
