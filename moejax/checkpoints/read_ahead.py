@@ -48,6 +48,8 @@ def _begin(model: str) -> None:
         sizes = {file: file.stat().st_size for file in files}
         if 2 * sum(sizes.values()) > host_available_bytes():
             return
+        # Many headers are read in one wait for a disk, not each in its own.
+        _advise(iter([(file, 0, _BLOCK, True) for file in files]))
         found = [(file, *piece) for file in files for piece in _pieces(file, sizes[file])]
         pieces = iter([*(f for f in found if f[3]), *(f for f in found if not f[3])])
         for _ in range(_THREADS):
@@ -55,12 +57,12 @@ def _begin(model: str) -> None:
 
 
 def _pieces(file: Path, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Yields (first byte, bytes, early) of pieces that a file consists of. The pieces with its
-    header, and with weights that are no expert's, are early: a start goes on when it has these, and
-    waits for experts last."""
-    first, count = 0, -(-size // _BLOCK)
+    """Yields (first byte, bytes, early) of pieces that a file consists of after its first block.
+    The pieces with its header, and with weights that are no expert's, are early: a start goes on
+    when it has these, and waits for experts last."""
+    first, count = 1, -(-size // _BLOCK)
     early = _early_blocks(file, size)
-    for block in range(1, count + 1):
+    for block in range(2, count + 1):
         alike = block < count and (block in early) == (first in early)
         if not alike or (block - first) * _BLOCK == _AT_ONCE:
             yield first * _BLOCK, (block - first) * _BLOCK, first in early

@@ -80,8 +80,6 @@ class Drafts(abc.ABC):
         self.choices: dict[int, DraftLength] = {}
         """By the power of two that the number of requests is at most."""
         self._last: DraftLength | None = None
-        self._length = 0
-        """Of the choice that was last said to have changed."""
         self._recalled: dict[int, dict[int, float]] = {}
         """DraftLength.extra of `choices` that an earlier run measured."""
         self._turn = 0
@@ -156,11 +154,10 @@ class Drafts(abc.ABC):
         if not (free := rows - requests):
             return None  # nothing is left to choose: no row is free for a draft
         choice = self._last = self._choice(requests)
-        choice.most = max(free // requests, 1)
+        choice.most, before = max(free // requests, 1), choice.now
         # Others were dispatched before a change.
         if seconds is not None and work.drafting == choice.now:
             choice.add(1 + accepted / requests, seconds, len(work.drafts) / requests)
-        before, self._length = self._length, choice.now
         return None if choice.now == before else self.why()
 
     def judge(self, request: Request) -> tuple[int, int] | None:

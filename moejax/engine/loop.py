@@ -604,7 +604,7 @@ class Engine:
         if changed is not None:
             log.info("step %d: %s", step.number, changed)
             if self.tracer is not None:
-                self.tracer.drafts(step.number, changed)
+                self.tracer.add_drafts(step.number, changed)
         if self.tracer is not None or self.control is not None:
             self._tell(step, results, now, touched)
         return touched

@@ -70,6 +70,8 @@ def parts_of(start: Situation) -> dict[str, str]:
     drafts, seqs = options.runtime.speculative_config, options.runtime.max_num_seqs
     by_miss = isinstance(precision.policy, Hobbit)
     fixed = mixed and not isinstance(precision.policy, DynaExq) and not precision.paged
+    changes = any({"transitions", "fill_version"} & each.writes for each in settings.policies)
+    changing = changes and "policies that change versions"
     there: dict[str, str | bool] = {
         "driver=device": driver.name == "device",
         "driver=host": driver.name == "host",
@@ -99,7 +101,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "by miss": by_miss and named,
         "prefetch": any("stages" in each.writes for each in settings.policies) and "prefetch",
         "fixed": fixed and named,
-        "versions that change": mixed and precision.policy is not None and named,
+        "versions that change": mixed and (named if precision.policy is not None else changing),
         "arrival": precision.publish == "arrival" and "publish=arrival",
         "arrival by ops": precision.publish == "arrival"
         and transfers.name != "queue"

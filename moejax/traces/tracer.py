@@ -97,7 +97,7 @@ class Tracer:
         self.writer.decision(self._next_step if step is None else step, {"budget": moved})
 
     @user_errors(TraceError)
-    def drafts(self, step: int, said: str) -> None:
+    def add_drafts(self, step: int, said: str) -> None:
         """Adds a line to decisions.jsonl: how long drafts are after that step was read, and why."""
         self.writer.decision(step, {"drafts": said})
 

@@ -46,7 +46,8 @@ def test_every_byte_is_asked_for_once_and_files_larger_than_memory_are_not(
     places = (
         ("model-a.safetensors", 0),
         ("model-b.safetensors", 0),
-        ("model-b.safetensors", 8 << 20),
+        ("model-b.safetensors", 1 << 20),
+        ("model-b.safetensors", 9 << 20),
     )
     assert sorted(advised) == [(*place, os.POSIX_FADV_WILLNEED) for place in places]
     read_ahead.cache_clear()
@@ -54,7 +55,23 @@ def test_every_byte_is_asked_for_once_and_files_larger_than_memory_are_not(
     for path in (tmp_path, tmp_path / "missing", "~nobody-has-this-name", "a\0b"):
         read_ahead(str(path))
     wait()
-    assert len(advised) == 3
+    assert len(advised) == 4
+
+
+def test_beginnings_of_all_files_are_asked_for_before_a_header_is_read(
+    advised, tmp_path, monkeypatch
+):
+    """So that a start from many files waits for their headers about once."""
+    parse, asked = module._early_blocks, []
+    monkeypatch.setattr(
+        module, "_early_blocks", lambda *args: asked.append([*advised]) or parse(*args)
+    )
+    for number in range(3):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(bytes(3 << 20))
+    read_ahead(str(tmp_path))
+    wait()
+    beginnings = [(f"model-{number}.safetensors", 0, os.POSIX_FADV_WILLNEED) for number in range(3)]
+    assert asked == [beginnings] * 3 and len(advised) == 6
 
 
 def test_weights_that_a_start_needs_first_are_asked_for_first(advised, tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from host_offload.memory.budget import ArenaTooSmall
+from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.hobbit import Hobbit
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
@@ -473,6 +475,18 @@ def test_a_full_batch_chooses_no_drafts():
         assert sum(each is not None for each in changes) == begins
 
 
+def test_another_number_of_requests_changes_no_length():
+    """Each has a choice of its own, which a line tells of when it changes."""
+    drafts = NgramDrafts(4, 3, 1)
+    drafts.length(1)
+    drafts.choices[0].now = 4
+    for requests in (1, 2, 1, 4, 2, 1):
+        pair = [(row, Written()) for row in range(requests)]
+        work: Any = SimpleNamespace(rows=pair, drafts=(), drafting=drafts.length(requests))
+        assert drafts.after_read(work, None, 4) is None
+    assert [drafts.length(requests) for requests in (1, 2)] == [4, 0]
+
+
 def test_drafts_begin_with_what_an_earlier_run_learned():
     """With few of its guesses and with how long its steps took, but not with what is damaged."""
     first, second, third = (NgramDrafts(most, 3, 1) for most in (4, 4, 2))
@@ -596,12 +610,26 @@ def test_names_are_those_of_vllm(capsys):
         ({"cache_aware_routing": 0.1}, "which experts are resident"),
         ({"precision": "dynaexq"}, "would change the experts' versions"),
         ({"precision": "dynaexq,paged=true"}, "would change the experts' versions"),
+        *(
+            (
+                {"precision": precision, "policies": (policy,), **more},
+                "change the experts' versions",
+            )
+            for precision, policy, more in (
+                ("random", DynaExq(), {}),
+                ("random,paged=true", DynaExq(paged=True), {}),
+                ("random,paged=true", Hobbit(), {"driver": "host"}),
+            )
+        ),
         ({"kv_overflow": "recompute"}, "which KV is computed again"),
     ],
 )
 def test_what_does_not_go_together_with_drafts(options, why):
     with pytest.raises(UserError, match=f"speculative_config.*{why}"):
         LLM("demo", speculative_config=NGRAM, progress=False, **LIMITS | options)
+
+
+def test_a_layer_that_drafts_does_not_go_together_with_driver_host():
     given = {**LIMITS, "driver": "host", "speculative_config": {"method": "mtp"}}
     with pytest.raises(UserError, match="method mtp and driver=host do not go together"):
         LLM("demo", **given)
