@@ -60,7 +60,7 @@ class TokenState:
         made, self._greedy = self._greedy, None
         if params is None and made is not None and made[0] is logits:
             self.tokens = made[1]
-            return self.tokens
+            return made[1]
         key = ProgramKey(self._choice(params), self._keys.bucket(logits.shape[0]))
         args = logits, self.tokens, update, self.results, *(params or ())
         self.tokens, self.results = self._compiler.call(key, *args)
