@@ -59,12 +59,13 @@ class TokenState:
         """
         made, self._greedy = self._greedy, None
         if params is None and made is not None and made[0] is logits:
-            self.tokens = made[1]
-            return made[1]
+            self.tokens = tokens = made[1]
+            return tokens
         key = ProgramKey(self._choice(params), self._keys.bucket(logits.shape[0]))
         args = logits, self.tokens, update, self.results, *(params or ())
-        self.tokens, self.results = self._compiler.call(key, *args)
-        return self.tokens
+        tokens, self.results = self._compiler.call(key, *args)
+        self.tokens = tokens
+        return tokens
 
     def _choice(self, params: Sequence | None) -> Kind:
         """Returns the cheapest program that makes these choices. A program that draws each
