@@ -145,7 +145,7 @@ class Spec:
         return self.moved_bytes or self.version_bytes
 
     @property
-    def paired(self) -> np.ndarray:
+    def has_all_versions(self) -> np.ndarray:
         """bool[L]: whether a layer has all versions. In the others, which are smaller as they are
         than in the last version, the last one stands for them as they are."""
         sizes = [*self.version_bytes.values()]

@@ -61,25 +61,25 @@ def version_cells(
     layers: int,
     experts: int,
     hi_share: float | None = None,
-    paired: Sequence[bool] | None = None,
+    has_all_versions: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Shares slots evenly among the layers as high and low cells.
 
     No layer has more cells of a version than experts; the other version gets what is left.
 
     - `hi_share`: share of the slots that is cut into high cells (default HI_SHARE).
-    - `paired`: the layers with two versions; the others get low cells alone. None: all.
+    - `has_all_versions`: the layers with two versions; the others get low cells alone. None: all.
 
     Returns int64[L, 2]. Raises ValueError for other than two versions.
     """
     if len(layout.records) != 2:
         raise ValueError(f"pages mix two versions, not {len(layout.records)}")
-    paired = [True] * layers if paired is None else paired
+    has_all_versions = [True] * layers if has_all_versions is None else has_all_versions
     most, (per_hi, per_lo) = layers * experts, layout.cells_per_slot
     hi_slots = round((HI_SHARE if hi_share is None else hi_share) * slots)
     hi_slots = max(hi_slots, slots - -(-most // per_lo))
-    hi_slots = min(hi_slots, -(-sum(map(int, paired)) * experts // per_hi))
-    high = cells_of_layers(hi_slots * per_hi, paired, experts)
+    hi_slots = min(hi_slots, -(-sum(map(int, has_all_versions)) * experts // per_hi))
+    high = cells_of_layers(hi_slots * per_hi, has_all_versions, experts)
     low = cells_per_layer(min((slots - hi_slots) * per_lo, most), layers, experts)
     return np.array([high, low], np.int64).T
 

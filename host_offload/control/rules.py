@@ -306,7 +306,7 @@ def _fill_version(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
     versions = len(spec.version_bytes)
     found = _array(value, shape, -versions, versions - 1, np.int8, refuse)
     last = np.where(found >= 0, versions - 1, -versions).astype(np.int8)
-    return np.where(spec.paired[:, None], found, last)
+    return np.where(spec.has_all_versions[:, None], found, last)
 
 
 def _cells(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
@@ -396,8 +396,10 @@ _of_versions = _queue(Transition)
 
 
 def _transitions(value: Any, spec: Spec, refuse: Refuse) -> tuple:
-    paired = spec.paired
-    return tuple(entry for entry in _of_versions(value, spec, refuse) if paired[entry.layer])
+    has_all_versions = spec.has_all_versions
+    return tuple(
+        entry for entry in _of_versions(value, spec, refuse) if has_all_versions[entry.layer]
+    )
 
 
 def _fits(columns: np.ndarray, limits: tuple[int, int, int]) -> bool:

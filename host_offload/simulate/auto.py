@@ -38,7 +38,7 @@ from host_offload.control.interface import (
     Spec,
 )
 from host_offload.control.step_record import Glance, StepRecord
-from host_offload.memory.budget import cells_per_layer
+from host_offload.memory.budget import cells_of_layers, cells_per_layer
 from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import with_placement
@@ -171,12 +171,13 @@ class Widths(NamedTuple):
 
 class Places(NamedTuple):
     """The shadows of the arms: one each, or one for each version of an arm with two. S of them, in
-    the order of the arms."""
+    the order of the arms. If layers lack the high version, its arm also has two."""
 
     first: np.ndarray
     """int64[A], of each arm."""
     fill_s: np.ndarray
-    """float64[A, S]: predicted seconds of a miss; 0 of other arms' shadows."""
+    """float64[A, S]: predicted seconds of a miss, the mean of the layers that it can be in; 0 of
+    other arms' shadows."""
     dearer: np.ndarray
     """float64[A]: by what the time of an arm is multiplied where outputs change."""
 
@@ -351,7 +352,7 @@ class Auto:
         """Predicted seconds of a miss."""
         return self._fill_s(self.costs.expert_bytes)
 
-    def _fill_s(self, size: int) -> float:
+    def _fill_s(self, size: float) -> float:
         if self.link is not None:
             return self.link.latency + size / self.link.rate
         return float(self.costs.costs().fill @ [1, size])
@@ -371,24 +372,30 @@ class Auto:
 
     def init(self, spec: Spec) -> Watched:
         """Empty shadows, and the first arm. Raises SplitError if KV's floor does not fit."""
-        names, layers = [*spec.version_bytes], spec.layers
-        brought = [versions_of(arm, names) for arm in self.arms]
+        names, layers, some = [*spec.version_bytes], spec.layers, spec.has_all_versions
+        wanted = [versions_of(arm, names) for arm in self.arms]
+        # Layers without the high version get the low one under its arm too.
+        both = (HI, LO) if len(names) > 1 and not some.all() else (HI,)
+        brought = [both if each == (HI,) else each for each in wanted]
         of, version = zip(*((i, v) for i, each in enumerate(brought) for v in each), strict=True)
         arms, first = np.array(of), np.searchsorted(of, range(len(self.arms)))
-        each, cells = [self.fill_s], np.array([self.cells])
+        filled = np.array([some if v == HI else ~some for v in version])
+        filled |= [[LO in wanted[arm] and v == LO] for arm, v in zip(of, version, strict=True)]
+        each, cells = [self.fill_s] * len(arms), np.tile(self.cells, (len(arms), 1))
         if len(names) > 1 and spec.capacity is not None:
-            each = [self._fill_s(int(sizes.max())) for sizes in spec.link_bytes.values()]
-            cells = np.array([cells_per_layer(n, layers, spec.experts) for n in spec.capacity])
+            sizes = np.array([*spec.link_bytes.values()])[[*version]]
+            each = [self._fill_s(n[f].mean()) for n, f in zip(sizes, filled, strict=True)]
+            cells = _version_shares(spec)[[*version]]
         fill_s = np.zeros((len(self.arms), len(arms)))
-        fill_s[arms, range(len(arms))] = np.array(each)[[*version]]
-        lossy = np.array([self._is_lossy(i, versions) for i, versions in enumerate(brought)])
+        fill_s[arms, range(len(arms))] = each
+        lossy = np.array([self._is_lossy(i, versions) for i, versions in enumerate(wanted)])
         weights = [self._weights(arm) for arm in of]
-        shadows, brings = cold_shadows(weights, cells[[*version]], spec.experts), None
+        shadows, brings = cold_shadows(weights, cells, spec.experts), None
         if len(arms) > len(self.arms):
             last = np.append(first[1:], len(arms)) - 1
             shadows = shadows._replace(other=(first + last)[arms] - range(len(arms)))
-            brings = np.ones(shadows.resident.shape, bool)
-            brings[first[last > first]] = False  # the first version: a precision begins with low
+            brings = np.repeat(filled[:, :, None], spec.experts, axis=2)
+            brings[self._mixed(first)] = False  # the first version: a precision begins with low
         reuse = np.zeros((layers, spec.experts)) if self.layered else None
         said = f"{self.arms[0]}: the start, {self.source} costs"
         return Watched(
@@ -564,13 +571,14 @@ class Auto:
             return state.brings
         shape, brings = (whole.ids, whole.weights, state.spec.experts), state.brings.copy()
         heavy = find_heavy(*shape, self.hobbit.threshold)
-        for first in self._mixed(state):
+        heavy &= state.spec.has_all_versions[:, None]
+        for first in self._mixed(state.places.first):
             brings[first], brings[first + 1] = heavy, ~heavy
         return brings
 
-    def _mixed(self, state: Watched) -> list[int]:
-        """Returns the first shadows of the arms with two."""
-        return [f for f, arm in zip(state.places.first, self.arms, strict=True) if PRECISION in arm]
+    def _mixed(self, first: np.ndarray) -> list[int]:
+        """Returns those of the arms' first shadows whose arm has a precision."""
+        return [f for f, arm in zip(first, self.arms, strict=True) if PRECISION in arm]
 
     def _pass(self, state: Watched, seen: Glance) -> Watched:
         """Returns the state after a step of a rest, or of one arm alone. Its `fresh` says when the
@@ -776,10 +784,10 @@ class Auto:
         """Returns bool[S, L, E]: where a precision fills the hottest experts in the high version,
         as many as have cells."""
         assert state.brings is not None
-        brings = state.brings.copy()
-        for first in self._mixed(state):
+        brings, some = state.brings.copy(), state.spec.has_all_versions.tolist()
+        for first in self._mixed(state.places.first):
             high = int(state.shadows.cells[first].sum())
-            brings[first] = top_map(state.shadows.frequency, high) == HI
+            brings[first] = top_map(state.shadows.frequency, high, some) == HI
             brings[first + 1] = ~brings[first]
         return brings
 
@@ -891,6 +899,14 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
         ahead = with_prefetch(prefetch.removesuffix("+") or None, ())
         return with_eviction(None, with_placement(placement if found else None, ahead))[1]
     return with_eviction(arm.partition("+")[0], ())[1]
+
+
+def _version_shares(spec: Spec) -> np.ndarray:
+    """Returns int[V, L], the cells of each version in each layer, as version_cells shares them."""
+    assert spec.capacity is not None
+    high, low = spec.capacity
+    of_high = cells_of_layers(high, spec.has_all_versions.tolist(), spec.experts)
+    return np.array([of_high, cells_per_layer(low, spec.layers, spec.experts)])
 
 
 def _curves(state: Watched) -> np.ndarray:

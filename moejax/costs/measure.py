@@ -93,8 +93,9 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
     """
     if len(runner.stores) > 1:
         raise UserError(
-            "costs are measured with one version of the experts; name one as precision, and "
-            "measure each of a mix by itself"
+            "costs are measured with one version of the experts, the same in all layers; name one "
+            "as precision and measure each of a mix by itself, or state a placement's costs: "
+            "per_token, startup, load, accelerator, attention=TIME"
         )
     if runner.steps.store == "file":
         raise UserError("costs are measured with experts in memory; leave out store='file'")

@@ -75,7 +75,7 @@ def with_auto(plan: StartPlan) -> StartPlan:
         auto = dataclasses.replace(auto, arms=arms, ratios=ratios, source="learned")
     if isinstance(mixed := plan.mixed, PagedSpec):
         fill = versions_of(auto.arms[0], [*plan.spec.version_bytes])[-1]
-        filled = np.where(plan.spec.paired[:, None], fill, mixed.fill_version)
+        filled = np.where(plan.spec.has_all_versions[:, None], fill, mixed.fill_version)
         mixed = dataclasses.replace(mixed, fill_version=filled.astype(np.int8))
     decided = settings.policies if ahead else (settings.policies[0], settings.precision.policy)
     if auto.layered:

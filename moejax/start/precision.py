@@ -76,7 +76,7 @@ def formats_of(
     )
 
 
-def paired_layers(precision: Precision, store: ExpertStore, layers: int) -> list[bool]:
+def has_all_versions_of(precision: Precision, store: ExpertStore, layers: int) -> list[bool]:
     """Returns which layers have all of the precision's versions. The others are smaller as they are
     in the checkpoint than in the low version."""
     low = store.layers.get(precision.versions[LO], ()) if precision.mixed else ()
@@ -88,13 +88,13 @@ def expert_budget_of(
     precision: Precision,
     layout: SlotLayout,
     experts: int,
-    paired: Sequence[bool],
+    has_all_versions: Sequence[bool],
 ) -> int | Share | None:
     """Returns the expert budget as given, or the budget that the share of high experts takes. If
     experts are paged, that share takes none.
 
     - `experts`: experts of a layer.
-    - `paired`: the result of paired_layers.
+    - `has_all_versions`: the result of has_all_versions_of.
 
     Raises UserError if both are given.
     """
@@ -104,21 +104,21 @@ def expert_budget_of(
         raise UserError(
             "hi_share and expert_budget both say how many experts are high; give one of them"
         )
-    total = len(paired) * experts
-    high = min(round(precision.hi_share * total), sum(paired) * experts)
+    total = len(has_all_versions) * experts
+    high = min(round(precision.hi_share * total), sum(has_all_versions) * experts)
     return slots_for(layout, (high, total - high), _spares(precision)) * layout.slot_bytes
 
 
 def spare_slots_of(
-    precision: Precision, layout: SlotLayout, experts: int, paired: Sequence[bool]
+    precision: Precision, layout: SlotLayout, experts: int, has_all_versions: Sequence[bool]
 ) -> int:
     """Returns the slots that experts can use beyond one each: the spares of both versions. Experts
     need fewer where layers have low ones alone, several in a slot.
 
     - `experts`: experts of a layer.
-    - `paired`: the result of paired_layers.
+    - `has_all_versions`: the result of has_all_versions_of.
     """
-    total, high = len(paired) * experts, sum(paired) * experts
+    total, high = len(has_all_versions) * experts, sum(has_all_versions) * experts
     if high == total:
         return 2 * precision.spares
     if precision.paged:
@@ -127,7 +127,11 @@ def spare_slots_of(
 
 
 def mixed_of(
-    precision: Precision, layout: SlotLayout, slots: int, experts: int, paired: Sequence[bool]
+    precision: Precision,
+    layout: SlotLayout,
+    slots: int,
+    experts: int,
+    has_all_versions: Sequence[bool],
 ) -> ResidentSpec | PagedSpec | None:
     """Returns the first places of the versions, or None with one version: every expert resident in
     one of two versions or, if experts are paged, cells of both in each layer and the version that
@@ -135,7 +139,7 @@ def mixed_of(
 
     - `slots`: slots of the arena for experts.
     - `experts`: experts of a layer.
-    - `paired`: the result of paired_layers.
+    - `has_all_versions`: the result of has_all_versions_of.
 
     Raises ValueError, which says what would fit, if the versions do not fit, and for a map of
     another model.
@@ -148,21 +152,21 @@ def mixed_of(
             f"an expert takes {low.nbytes} bytes in lo={low.version}, and no more than "
             f"{high.nbytes} in {high.version}; take a lo with fewer bits"
         )
-    layers = len(paired)
+    layers = len(has_all_versions)
     if precision.paged:
-        cells = version_cells(layout, slots, layers, experts, precision.hi_share, paired)
-        start = precision.start(layers, experts, int(cells[:, HI].sum()), paired)
+        cells = version_cells(layout, slots, layers, experts, precision.hi_share, has_all_versions)
+        start = precision.start(layers, experts, int(cells[:, HI].sum()), has_all_versions)
         return PagedSpec(cells, start.astype(np.int8))
     total = layers * experts
     if precision.given is not None and not precision.spares:
-        start = precision.start(layers, experts, total, paired)
+        start = precision.start(layers, experts, total, has_all_versions)
         return resident_spec(layout, slots, start, spares=0)
     most, _ = capacity(layout, slots, total, _spares(precision))
-    most = min(most, sum(paired) * experts)
+    most = min(most, sum(has_all_versions) * experts)
     if precision.hi_share is not None:
         # Whole slots may have room for a few more.
         most = min(most, round(precision.hi_share * total))
-    start = precision.start(layers, experts, most, paired)
+    start = precision.start(layers, experts, most, has_all_versions)
     resident = resident_spec(layout, slots, start, spares=precision.spares)
     resident = dataclasses.replace(resident, arriving=precision.publish == "arrival")
     if not precision.spares:
@@ -249,14 +253,14 @@ def checkpoint_notes(
     precision: Precision,
     config: ModelConfig,
     layout: SlotLayout,
-    paired: Sequence[bool],
+    has_all_versions: Sequence[bool],
     *,
     native: bool,
 ) -> list[str]:
     """Returns lines for people on how a checkpoint that its authors quantized is run, none for
     other checkpoints.
 
-    - `paired`: the result of paired_layers.
+    - `has_all_versions`: the result of has_all_versions_of.
     - `native`: whether the native op computes products.
     """
     own = config.quantization
@@ -281,7 +285,7 @@ def checkpoint_notes(
     if precision.mixed and precision.versions[HI] == CHECKPOINT:
         formats = " and ".join(f"{v} in {len(layers)} layers" for v, layers in held.items())
         high, low = layout.records
-        if alone := ", ".join(str(layer) for layer, has in enumerate(paired) if not has):
+        if alone := ", ".join(str(layer) for layer, has in enumerate(has_all_versions) if not has):
             rest = (
                 f"experts of MoE layers {alone} take no more bytes so than in {low.version}: all "
                 f"stay so, in low cells; {rest}"

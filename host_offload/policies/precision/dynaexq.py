@@ -22,7 +22,7 @@ class Hotness(NamedTuple):
     """bool[L, E]: H, the experts wanted in the high version."""
     capacity: int
     """High experts of all layers."""
-    paired: tuple[bool, ...]
+    has_all_versions: tuple[bool, ...]
     """By layer, whether it has two versions."""
 
 
@@ -86,16 +86,22 @@ class DynaExq:
         if self.scores is not None:
             check_shape(self.scores, shape, "scores")
         score = np.zeros(shape) if self.scores is None else self.scores.astype(np.float64)
-        paired = tuple(spec.paired.tolist())
-        return Hotness(score, self.start(*shape, capacity, paired) == HI, capacity, paired)
+        has_all_versions = tuple(spec.has_all_versions.tolist())
+        return Hotness(
+            score, self.start(*shape, capacity, has_all_versions) == HI, capacity, has_all_versions
+        )
 
     def start(
-        self, layers: int, experts: int, capacity: int, paired: Sequence[bool] | None = None
+        self,
+        layers: int,
+        experts: int,
+        capacity: int,
+        has_all_versions: Sequence[bool] | None = None,
     ) -> np.ndarray:
         """The map int8[L, E] to begin with; see precision_maps."""
         if self.scores is None:
             return np.full((layers, experts), LO, np.int8)
-        return top_map(self.scores, capacity, paired)
+        return top_map(self.scores, capacity, has_all_versions)
 
     def decide(self, state: Hotness, seen: Observation) -> tuple[Hotness, Decision]:
         score = state.score
@@ -105,7 +111,7 @@ class DynaExq:
             return state, Decision()
         if self.resized:
             state = state._replace(capacity=seen.capacity)
-        wanted = cells_of_layers(state.capacity, state.paired, score.shape[1])
+        wanted = cells_of_layers(state.capacity, state.has_all_versions, score.shape[1])
         layers = zip(score, state.high, wanted, strict=True)
         high = np.array([self._select(*layer) for layer in layers])
         decision = Decision(transitions=list_transitions(score, high, seen.version, seen.state))

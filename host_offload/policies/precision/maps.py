@@ -20,24 +20,32 @@ HI, LO = 0, 1
 """Numbers of the two versions; their place in Spec.version_bytes."""
 
 
-def top_map(values: np.ndarray, capacity: int, paired: Sequence[bool] | None = None) -> np.ndarray:
+def top_map(
+    values: np.ndarray, capacity: int, has_all_versions: Sequence[bool] | None = None
+) -> np.ndarray:
     """The map int8[L, E] with the experts of largest value in the high version; ties: the lower id.
 
     - `values`: [L, E], such as counts of selections.
     - `capacity`: high experts of all layers together, shared evenly (cells_of_layers).
-    - `paired`: the layers with two versions; None: all.
+    - `has_all_versions`: the layers with two versions; None: all.
     """
-    paired = [True] * len(values) if paired is None else paired
-    counts = np.array(cells_of_layers(capacity, paired, values.shape[1]))[:, None]
+    has_all_versions = [True] * len(values) if has_all_versions is None else has_all_versions
+    counts = np.array(cells_of_layers(capacity, has_all_versions, values.shape[1]))[:, None]
     rank = np.argsort(np.argsort(-values, axis=1, kind="stable"), axis=1)
     return np.where(rank < counts, HI, LO).astype(np.int8)
 
 
 def random_map(
-    layers: int, experts: int, capacity: int, seed: int, paired: Sequence[bool] | None = None
+    layers: int,
+    experts: int,
+    capacity: int,
+    seed: int,
+    has_all_versions: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """A map int8[L, E] with as many high experts in each layer as top_map has, drawn at random."""
-    return top_map(np.random.default_rng(seed).random((layers, experts)), capacity, paired)
+    return top_map(
+        np.random.default_rng(seed).random((layers, experts)), capacity, has_all_versions
+    )
 
 
 def count_selections(trace: Trace) -> np.ndarray:

@@ -105,28 +105,32 @@ class Precision:
         return () if self.policy is None else (self.policy,)
 
     def start(
-        self, layers: int, experts: int, capacity: int, paired: Sequence[bool] | None = None
+        self,
+        layers: int,
+        experts: int,
+        capacity: int,
+        has_all_versions: Sequence[bool] | None = None,
     ) -> np.ndarray:
         """The map int8[L, E] at the start.
 
         - `layers`, `experts`: the model's MoE layers, and the experts of each.
         - `capacity`: how many high experts have room; a map from a file ignores it.
-        - `paired`: the layers with two versions; the others have the low one alone. None: all.
+        - `has_all_versions`: the layers with two versions; the others have the low one. None: all.
 
         Raises ValueError for a map of another model.
         """
         if self.given is not None:
             check_shape(self.given, (layers, experts), "map")
-            if paired is None:
+            if has_all_versions is None:
                 return self.given
-            return np.where(np.array(paired)[:, None], self.given, np.int8(LO))
+            return np.where(np.array(has_all_versions)[:, None], self.given, np.int8(LO))
         if self.hot is not None:
             check_shape(self.hot, (layers, experts), "map")
-            return top_map(self.hot, capacity, paired)
+            return top_map(self.hot, capacity, has_all_versions)
         if self.seed is not None:
-            return random_map(layers, experts, capacity, self.seed, paired)
+            return random_map(layers, experts, capacity, self.seed, has_all_versions)
         if isinstance(self.policy, DynaExq):
-            return self.policy.start(layers, experts, capacity, paired)
+            return self.policy.start(layers, experts, capacity, has_all_versions)
         return np.full((layers, experts), LO if self.mixed else 0, np.int8)
 
     def report(self) -> dict[str, Any]:

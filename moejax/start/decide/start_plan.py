@@ -53,10 +53,10 @@ from moejax.start.precision import (
     checkpoint_notes,
     expert_budget_of,
     formats_of,
+    has_all_versions_of,
     mixed_of,
     note,
     paged_cells,
-    paired_layers,
     resident_versions,
     spare_slots_of,
 )
@@ -335,7 +335,7 @@ def divide(
     # If the device's memory decides, what steps need is measured and includes staging.
     staged = 0 if window is None else staged_bytes(settings, steps, window)
     why = why_cells(settings, steps, platform)
-    paired = paired_layers(precision, model.store, moe_layers)
+    has_all_versions = has_all_versions_of(precision, model.store, moe_layers)
     wanted = options.memory.expert_budget if window is None else window.slots * layout.slot_bytes
     budget = resolve_budget(
         layout,
@@ -345,11 +345,11 @@ def divide(
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else max(memory.available - maps, 0),
         memory=None if whole is None else _subtract_staging(whole, maps, staged),
-        expert_budget=expert_budget_of(wanted, precision, layout, experts, paired),
+        expert_budget=expert_budget_of(wanted, precision, layout, experts, has_all_versions),
         kv_budget=options.memory.kv_budget,
         spare_slots=2 * experts
         if settings.tiers is not None
-        else spare_slots_of(precision, layout, experts, paired),
+        else spare_slots_of(precision, layout, experts, has_all_versions),
         in_place=why is None,
     )
     notes = [*budget.notes]
@@ -430,8 +430,8 @@ def decide(
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     slots = budget.in_place or budget.expert_slots
     with user_errors(where=f"precision {precision.name}: "):
-        paired = paired_layers(precision, model.store, moe_layers)
-        mixed = mixed_of(precision, steps.layout, slots, experts, paired)
+        has_all_versions = has_all_versions_of(precision, model.store, moe_layers)
+        mixed = mixed_of(precision, steps.layout, slots, experts, has_all_versions)
         if isinstance(mixed, ResidentSpec):
             check_resident(policies, mixed)
         elif mixed is not None:
@@ -449,7 +449,7 @@ def decide(
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     notes += checkpoint_notes(
-        precision, steps.config, steps.layout, paired, native=steps.ops.linear == "cpu"
+        precision, steps.config, steps.layout, has_all_versions, native=steps.ops.linear == "cpu"
     )
     notes += stream_notes(window, steps, seqs)
     cells: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.policies.precision.hobbit import find_heavy
+from host_offload.policies.precision.maps import top_map
 from host_offload.simulate import auto
 from host_offload.simulate.auto import (
     Auto,
@@ -322,12 +323,12 @@ def test_shadows_choose_as_the_device(cells, rows, experts, clock, follow):
     assert (fewer.regrant(np.full(LAYERS, cells)).resident == fewer.resident).all()
 
 
-@NATIVE
 def test_a_version_may_be_three_formats():
     names = "q5_k+q5_k+q6_k", "int2"
     assert [versions_of(f"lru+{name}", names) for name in names] == [(0,), (1,)]
 
 
+@NATIVE
 def test_the_library_keeps_the_shadows_that_numpy_keeps():
     """Also after cells were taken and given, and after a time in which no last use counts."""
     rng, every = np.random.default_rng(0), [EVICTION[arm] for arm in auto.EVICTIONS]
@@ -370,6 +371,44 @@ def test_the_shadows_of_two_versions_miss_what_the_device_misses(follow):
         shadows, fills = follow(state.shadows, ids, policy._brings(state, seen))
         state = state._replace(shadows=shadows)
         assert fills[:2].tolist() == [(missing & heavy).sum(), (missing & ~heavy).sum()], step
+
+
+@pytest.mark.parametrize("precision", ["hobbit", "dynaexq,paged=true"])
+def test_the_shadows_of_layers_without_a_high_version_miss_what_the_device_misses(
+    precision, follow
+):
+    """Their misses come in the low one, with its cells and at its price, under every arm."""
+    policy = an_auto(arms=(f"lru+precision={precision}", "lru+dense", "lru+small"))
+    sizes = {"dense": np.array([50, 100, 80]), "small": np.array([60, 40, 20])}
+    told = spec(layers=3, experts=EXPERTS, capacity=(12, 18), version_bytes=sizes)
+    state: Any = policy.init(told)
+    arms, shadows = state.places.fill_s.shape
+    assert (arms, shadows) == (3, 5)
+    price = state.places.fill_s.sum(axis=0) / FILL_S
+    np.testing.assert_allclose(price, [0.9, 0.4, 0.9, 0.6, 0.4])
+    high = np.array([False, True, True])[:, None]
+    bounds = np.stack([np.where(high[:, 0], 6, 0), np.full(3, 6)], axis=1)
+    pagers = [Pager(cold_tables(bounds, EXPERTS, bound=2 * EXPERTS), 2) for _ in range(3)]
+    rng = np.random.default_rng(0)
+    for step in range(100):
+        ids = rng.permuted(np.tile(np.arange(EXPERTS), (2, 3, 1)), axis=2)[:, :, :3]
+        seen: Any = SimpleNamespace(ids=ids, weights=rng.random(ids.shape))
+        if policy.hobbit is None:
+            wanted = top_map(np.where(high, state.shadows.frequency, -1), 12, high[:, 0].tolist())
+            state = state._replace(brings=policy._hottest(state))
+            mixed = wanted == 0
+        else:
+            mixed = find_heavy(ids, seen.weights, EXPERTS, 0.6) & high
+        found = list[int]()
+        for pager, heavy in zip(pagers, (mixed, high, False), strict=True):
+            version = np.broadcast_to(np.where(heavy, 0, 1), (3, EXPERTS))
+            pager.set_tables({"fill_version": version})
+            missing = pager.reference(active_of(ids, EXPERTS)).missing
+            found += [(missing & (version == v)).sum() for v in (0, 1)]
+        brings = policy._brings(state, seen)
+        shadows, fills = follow(state.shadows, ids, brings)
+        state = state._replace(shadows=shadows)
+        assert fills.tolist() == [*found[:4], found[5]], step
 
 
 def test_another_load_begins_anew():

@@ -3,14 +3,17 @@ them, in each layer its own way."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
-from host_offload.control.paging import version_cells
+from host_offload.control.paging import PagedSpec, version_cells
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.precision_names import CHECKPOINT, precision_of
+from host_offload.simulate import auto
+from host_offload.simulate.auto import Auto
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.versions.encoders import encode
@@ -21,6 +24,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.random_model import shape
 from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError
+from moejax.start import auto as start
 from moejax.start.decide.facts import DeviceFacts
 from moejax.start.decide.start_plan import step_spec
 from moejax.start.options import Config
@@ -32,6 +36,7 @@ from pallas_kernels.records import decode
 from tests.conftest import REPOSITORY
 from tests.moejax.gguf_models import gguf_model
 from tests.moejax.quantized_models import quantized_model
+from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.torch
 LAYERS, EXPERTS = 4, 8
@@ -296,6 +301,30 @@ def test_experts_change_their_versions_and_a_trace_is_replayed(
             assert run(path, precision=text, **budget, **options)[0]["precision"]["promotions"] > 0
         else:
             assert run(path, precision=text, **budget, **options)[1] == found, options
+
+
+@NATIVE
+@pytest.mark.slow
+def test_auto_knows_the_cells_of_layers_without_a_high_version(directory, tmp_path, monkeypatch):
+    """Its arms change at random, every 4 steps, and a replay repeats it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
+    monkeypatch.setattr(auto, "LONGEST", 0)  # no rests
+    path = written(directory, "Q8_0 and Q4_0.gguf")
+    mixed = "dynaexq,hi=checkpoint,lo=int4,margin=0,interval=8 tokens,paged=true"
+    options = {"policy": "auto", "precision": mixed, "expert_budget": "80%", **LIMITS}
+    with LLM(path, trace=tmp_path / "trace", **options) as llm:
+        many = dataclasses.replace(GREEDY, max_tokens=60)
+        llm.generate([PROMPTS[0], PROMPTS[2]], many)
+        said, plan = llm.stats()["control"]["said"]["auto"], llm.plan
+    assert said["switches"] > 2 and len(said["step_s"]) == 3
+    assert isinstance(plan.mixed, PagedSpec)
+    high, low = plan.mixed.cells.T
+    assert [high[layer] > 0 for layer in range(LAYERS)] == [True, True, False, False]
+    state = plan.settings.policies[0].init(plan.spec)
+    # Of the high version, of the low one, and of the precision.
+    np.testing.assert_array_equal(state.shadows.cells, [high, low, low, high, low])
+    replay(read_trace(tmp_path / "trace"))
 
 
 @pytest.mark.nightly
