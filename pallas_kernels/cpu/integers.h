@@ -820,7 +820,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     const bool known = is_known(f, c);
     // kOutputs rows that are asked for in so many calls.
     const auto rows_ahead = [&](const Coding& c, int64_t row, int64_t calls) {
-      Asked ahead = {};
+      PrefetchList ahead = {};
       if (c.kind != f.matrix[matrix].kind || row >= f.width) return ahead;
       const int64_t count = least(kOutputs, f.width - row);
       const auto add = [&](int64_t part, int64_t bytes) {
@@ -846,7 +846,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
         const IntegerRow row = row_at(f, record, c, as, first + r + least(i, mine - 1));
         codes[i] = row.codes, highs[i] = row.highs;
       }
-      Asked ahead = r + kOutputs < rows ? rows_ahead(c, first + r + kOutputs, calls)
+      PrefetchList ahead = r + kOutputs < rows ? rows_ahead(c, first + r + kOutputs, calls)
                                         : rows_ahead(other, !alone && matrix == GATE ? first : first + rows, calls);
       if (known) {
         units_side_by_side(f, record, c, as, first + r, mine, ahead, scales, shifts, raw);

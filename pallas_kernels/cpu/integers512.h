@@ -188,11 +188,11 @@ INLINE void elements_of(const uint16_t* const* rows, int64_t at, v64 (&out)[8][2
 
 // p's line, towards the first cache. Where 16 rows are read side by side, a core of a Zen 5 gets 38 GB/s of
 // 4-bit codes for one token and 33 for two so; towards the second cache 27 and 19.
-INLINE void very_soon(const uint16_t* p) { __builtin_prefetch(p, 0, 3); }
+INLINE void prefetch_to_l1(const uint16_t* p) { __builtin_prefetch(p, 0, 3); }
 
 // Memory that is asked for, some lines at a time: a core waits for a few dozen at once, and memory idles where it
 // asks for none. Codes of a Zen 5 come 1.15 times as fast where all steps of the sums ask as where one does.
-struct Asked {
+struct PrefetchList {
   const char* next[6];
   int64_t lines[6], some;
   int part, parts;
@@ -207,7 +207,9 @@ struct Asked {
     for (int64_t left = some; left && part < parts; part += !lines[part]) {
       const int64_t n = least(left, lines[part]);
       left -= n, lines[part] -= n;
-      for (const char* end = next[part] + 64 * n; next[part] < end; next[part] += 64) very_soon((const uint16_t*)next[part]);
+      for (const char* end = next[part] + 64 * n; next[part] < end; next[part] += 64) {
+        prefetch_to_l1((const uint16_t*)next[part]);
+      }
     }
   }
 };
@@ -216,7 +218,7 @@ struct Asked {
 // numbers.
 template <class K, int unit, int T>
 void side_by_side_sums(const Integers& as, const uint16_t* const* rows, const uint16_t* const* highs_of, int64_t n,
-                       int64_t high_size, Asked& ahead, const int8_t* const* x, int32_t* out) {
+                       int64_t high_size, PrefetchList& ahead, const int8_t* const* x, int32_t* out) {
   constexpr int F = K::fields, P = K::planes, steps = unit / 4, S = T * P <= 4 ? 2 : 1;
   const int64_t size = n / P, units = n / unit;
   Reader reader(as, 0);
@@ -272,7 +274,7 @@ INLINE void turned_lines(const char* lines, int64_t size, int64_t at, int64_t co
 
 // f(i, lane of kOutputs numbers) of n float16 a line, or of n bytes, which are a multiple of 4.
 template <class F>
-INLINE void each_half(const uint16_t* lines, int64_t n, int64_t count, Asked& ahead, F f) {
+INLINE void each_half(const uint16_t* lines, int64_t n, int64_t count, PrefetchList& ahead, F f) {
   const v64 parted = (v64)(vh{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                               1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
   for (int64_t at = 0; at < n; at += 32) {
@@ -289,7 +291,7 @@ INLINE void each_half(const uint16_t* lines, int64_t n, int64_t count, Asked& ah
   }
 }
 template <class F>
-INLINE void each_byte(const uint8_t* lines, int64_t n, int64_t count, Asked& ahead, F f) {
+INLINE void each_byte(const uint8_t* lines, int64_t n, int64_t count, PrefetchList& ahead, F f) {
   for (int64_t at = 0; at < n; at += 64) {
     v64 v[kOutputs];
     ahead.ask();
@@ -315,7 +317,7 @@ bool is_known(const Format& f, const Coding& c) {
 // Scales and shifts of kOutputs rows side by side, from `row` on, of which there are `count`: of each unit
 // `scales[unit · kOutputs + row]`. supers: room for two numbers a unit.
 void units_side_by_side(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row,
-                        int64_t count, Asked& ahead, float* scales, float* shifts, float* supers) {
+                        int64_t count, PrefetchList& ahead, float* scales, float* shifts, float* supers) {
   const int64_t groups = f.hidden / c.group, each = c.group / c.unit, super = c.super ? c.super : groups;
   const int shift = __builtin_ctzll(super);
   const auto bytes_of = [&](int64_t part) { return (const uint8_t*)(record + part * f.hidden) + row * groups; };
@@ -363,7 +365,8 @@ void units_side_by_side(const Format& f, const uint16_t* record, const Coding& c
 // y[row] of kOutputs rows, whose sums, scales and shifts lie side by side: as sum_units.
 template <Shift how>
 INLINE void sum_side_by_side(const int32_t* sums, float zero, const float* scale, const float* shift,
-                           const float* x_scale, const float* x_sum, int64_t units, int64_t rows, Asked& ahead, float* y) {
+                           const float* x_scale, const float* x_sum, int64_t units, int64_t rows, PrefetchList& ahead,
+                           float* y) {
   vf lane[kUnitLanes] = {};
   const auto add = [&](int64_t u, vf& mine) {
     vf zeros = zero - vf{};

@@ -24,7 +24,7 @@ inline void pause() {
 struct Pool {
   virtual ~Pool() = default;
   virtual int64_t threads() const = 0;
-  virtual void schedule(void (*run)(void*), void* data) = 0;  // run(data), once, at some time
+  virtual void schedule(void (*run)(void*), void* data) = 0;  // run(data), once, at some time; or throws
   // Multiplications below which asking for help takes longer than the work: some 10 µs of one core.
   virtual int64_t small_work() const { return 1 << 17; }
 };
@@ -100,14 +100,20 @@ void parallel(Pool& pool, int64_t tasks, int64_t work, const F& f) {
   }
   shared->context = &f;
   shared->task = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };
-  for (int64_t i = 0; i < helpers; i++) {
-    pool.schedule(
-        [](void* data) {
-          std::unique_ptr<std::shared_ptr<internal::Shared>> mine(
-              static_cast<std::shared_ptr<internal::Shared>*>(data));
-          (*mine)->work();
-        },
-        new std::shared_ptr<internal::Shared>(shared));
+  using Mine = std::unique_ptr<std::shared_ptr<internal::Shared>>;
+  try {
+    for (int64_t i = 0; i < helpers; i++) {
+      Mine mine(new std::shared_ptr<internal::Shared>(shared));
+      pool.schedule(
+          [](void* data) {
+            Mine mine(static_cast<std::shared_ptr<internal::Shared>*>(data));
+            (*mine)->work();
+          },
+          mine.get());
+      (void)mine.release();  // it is the helper's now, which may have deleted it
+    }
+  } catch (...) {
+    // No more helpers, of threads or of memory for them: those that are there, and the caller, do all tasks.
   }
   shared->work();
   // A sleep takes 70 µs however short it should be, and most helpers end sooner.

@@ -4,9 +4,10 @@
 // 15 to 100 µs an op, and a step of 4 bits 11% longer.)
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <exception>
 #include <mutex>
 
 namespace moejax {
@@ -33,10 +34,12 @@ inline void set_float_mode([[maybe_unused]] uint64_t mode) {
 
 class Workers {
  public:
-  // Those of the process, at least so many. They never end: a process ends without waiting for them.
+  // Those of the process, at least so many if the system grants them; it throws std::system_error if it grants
+  // none. They never end: a process ends without waiting for them.
   static Workers& of(int64_t threads);
 
   // run(data), once, on one of them, in the caller's float_mode: which thread does a task decides no bit.
+  // Where it throws, nothing is run.
   void schedule(void (*run)(void*), void* data);
 
  private:
@@ -44,15 +47,19 @@ class Workers {
     void (*run)(void*);
     void* data;
     uint64_t mode;
+    Work* next;
   };
   void start(int64_t threads);
   void work();
-  bool take(Work& work);  // of a thread that looks, which then does not
+  Work* take();  // or none; of a thread that looks, which then does not
 
   std::atomic<int64_t> started_{0}, queued_{0}, looking_{0}, asleep_{0};
-  std::atomic_flag locked_ = ATOMIC_FLAG_INIT;  // of queue_, which has queued_
-  std::deque<Work> queue_;
+  std::atomic_flag locked_ = ATOMIC_FLAG_INIT;  // of the list of works, which has queued_
+  Work* first_ = nullptr;
+  Work** last_ = &first_;  // where the next one's address goes
   std::mutex mutex_;  // of starts, and of falling asleep
+  std::chrono::steady_clock::time_point refused_;  // when the system last refused a thread
+  std::exception_ptr refusal_;
   std::condition_variable wake_;
 };
 

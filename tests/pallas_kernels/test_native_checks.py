@@ -44,7 +44,10 @@ MUTANTS = {
         "wakes = ++queued_ < 0;",
     ),
     "threads compute by their own modes": (
-        *(WORKERS, WORKERS[1], "      set_float_mode(work.mode);\n", ""),
+        *(WORKERS, WORKERS[1], "      set_float_mode(work->mode);\n", ""),
+    ),
+    "work is left to threads that the system refused": (
+        *(WORKERS, WORKERS[1], "  if (started_ == 0) std::rethrow_exception(refusal_);\n", ""),
     ),
     "the entry flips before the last byte": (
         *(TRANSFERS, QUEUE, "  note(TransferEvent::START,"),

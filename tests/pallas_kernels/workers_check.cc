@@ -1,10 +1,14 @@
 // The library's threads under random use without jax, for sanitizers. Arguments: a seed and a number of
 // rounds. Prints "ok"; anything else is a failure.
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -40,14 +44,19 @@ bool all_run(int64_t pieces) {
 }
 
 struct Helped : Pool {
+  explicit Helped(int64_t granted) : granted(granted) {}
+  int64_t granted;  // helpers until one is refused
   int64_t threads() const override { return kHelpers + 1; }
   int64_t small_work() const override { return 0; }
-  void schedule(void (*run)(void*), void* data) override { Workers::of(kHelpers).schedule(run, data); }
+  void schedule(void (*run)(void*), void* data) override {
+    if (granted-- <= 0) throw std::runtime_error("no helper");
+    Workers::of(kHelpers).schedule(run, data);
+  }
 };
 
 // Each task is run once, and computes as the caller does.
-bool shares_tasks(int64_t tasks, uint64_t mode) {
-  Helped pool;
+bool shares_tasks(int64_t tasks, uint64_t mode, int64_t granted = kHelpers) {
+  Helped pool(granted);
   std::vector<int> ran(tasks);
   const uint64_t before = float_mode();
   set_float_mode(mode);
@@ -59,16 +68,46 @@ bool shares_tasks(int64_t tasks, uint64_t mode) {
   return true;
 }
 
+// Without threads the caller does all tasks, and threads are asked for again later.
+bool works_alone() {
+#if defined(__GLIBC__)
+  pthread_attr_t usual, larger;
+  pthread_getattr_default_np(&usual);
+  pthread_attr_init(&larger);
+  pthread_attr_setstacksize(&larger, size_t{1} << 47);  // than memory: no thread starts
+  if (pthread_setattr_default_np(&larger)) return false;
+  const bool alone = shares_tasks(20, float_mode());
+  bool refused = false;
+  try {
+    Workers::of(kHelpers);
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  pthread_setattr_default_np(&usual);
+  if (!alone || !refused) return false;
+  for (int i = 0; i < 500; i++) {
+    try {
+      Workers::of(kHelpers);
+      return true;
+    } catch (const std::system_error&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+  return false;
+#endif
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return std::printf("usage: workers_check SEED ROUNDS\n"), 2;
-  std::atomic<bool> right{true};
+  std::atomic<bool> right{works_alone()};
   const auto use = [&](unsigned seed) {
     std::mt19937 random(seed);
     const uint64_t modes[] = {float_mode(), float_mode() ^ kZeros};
     for (int i = 0; i < 20 * std::atoi(argv[2]) && right; i++) {
-      if (!shares_tasks(random() % 20, modes[random() % 2]) || !all_run(random() % 5)) right = false;
+      if (!shares_tasks(random() % 20, modes[random() % 2], random() % (kHelpers + 1)) || !all_run(random() % 5)) right = false;
       // Threads that look for work, fall asleep, or sleep.
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
     }
