@@ -89,7 +89,7 @@ def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
         assert runner.processor._seen and after["seconds"] > 0
 
 
-PAGED = {"precision": "dynaexq,paged=true,interval=8 steps", "prefetch": "random"}
+PAGED = {"precision": "dynaexq,paged=true,interval=2 steps", "prefetch": "random"}
 AWARE = {"cache_aware_routing": 0.05}
 
 
