@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import refuse_writes
-from host_offload.memory.budget import cells_of_layers, cells_per_layer
+from host_offload.memory.budget import cells_of_versions
 from host_offload.memory.layout import SlotLayout
 
 HI_SHARE = 0.5
@@ -78,10 +78,9 @@ def version_cells(
     most, (per_hi, per_lo) = layers * experts, layout.cells_per_slot
     hi_slots = round((HI_SHARE if hi_share is None else hi_share) * slots)
     hi_slots = max(hi_slots, slots - -(-most // per_lo))
-    hi_slots = min(hi_slots, -(-sum(map(int, has_all_versions)) * experts // per_hi))
-    high = cells_of_layers(hi_slots * per_hi, has_all_versions, experts)
-    low = cells_per_layer(min((slots - hi_slots) * per_lo, most), layers, experts)
-    return np.array([high, low], np.int64).T
+    hi_slots = min(hi_slots, -(-sum(has_all_versions) * experts // per_hi))
+    counts = hi_slots * per_hi, (slots - hi_slots) * per_lo
+    return np.array(cells_of_versions(*counts, has_all_versions, experts), np.int64).T
 
 
 def check_paged(policies: Sequence[Policy]) -> None:

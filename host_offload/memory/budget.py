@@ -198,9 +198,23 @@ def cells_of_layers(cells: int, some: Sequence[bool], experts: int) -> tuple[int
     - `some`: bool[L].
     - `experts`: experts of a layer.
     """
-    layers = sum(map(int, some))
+    layers = sum(some)
     shares = iter(cells_per_layer(min(cells, layers * experts), layers, experts) if layers else ())
     return tuple(next(shares) if wanted else 0 for wanted in some)
+
+
+def cells_of_versions(
+    high: int, low: int, has_all_versions: Sequence[bool], experts: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the high and the low cells of each layer: layers without a high version get low ones
+    alone, and no layer more of a version than its experts.
+
+    - `high`, `low`: cells of all layers together.
+    - `has_all_versions`: bool[L].
+    - `experts`: experts of a layer.
+    """
+    every = [True] * len(has_all_versions)
+    return cells_of_layers(high, has_all_versions, experts), cells_of_layers(low, every, experts)
 
 
 def expert_slots_of(budget: int | Share, every: int, slot_bytes: int) -> int:

@@ -38,7 +38,7 @@ from host_offload.control.interface import (
     Spec,
 )
 from host_offload.control.step_record import Glance, StepRecord
-from host_offload.memory.budget import cells_of_layers, cells_per_layer
+from host_offload.memory.budget import cells_of_versions, cells_per_layer
 from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import with_placement
@@ -385,7 +385,9 @@ class Auto:
         if len(names) > 1 and spec.capacity is not None:
             sizes = np.array([*spec.link_bytes.values()])[[*version]]
             each = [self._fill_s(n[f].mean()) for n, f in zip(sizes, filled, strict=True)]
-            cells = _version_shares(spec)[[*version]]
+            high, low = spec.capacity
+            shares = cells_of_versions(high, low, some.tolist(), spec.experts)
+            cells = np.array(shares)[[*version]]
         fill_s = np.zeros((len(self.arms), len(arms)))
         fill_s[arms, range(len(arms))] = each
         lossy = np.array([self._is_lossy(i, versions) for i, versions in enumerate(wanted)])
@@ -899,14 +901,6 @@ def policies_of(arm: str) -> tuple[Policy, ...]:
         ahead = with_prefetch(prefetch.removesuffix("+") or None, ())
         return with_eviction(None, with_placement(placement if found else None, ahead))[1]
     return with_eviction(arm.partition("+")[0], ())[1]
-
-
-def _version_shares(spec: Spec) -> np.ndarray:
-    """Returns int[V, L], the cells of each version in each layer, as version_cells shares them."""
-    assert spec.capacity is not None
-    high, low = spec.capacity
-    of_high = cells_of_layers(high, spec.has_all_versions.tolist(), spec.experts)
-    return np.array([of_high, cells_per_layer(low, spec.layers, spec.experts)])
 
 
 def _curves(state: Watched) -> np.ndarray:

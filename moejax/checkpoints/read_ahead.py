@@ -51,7 +51,7 @@ def _begin(model: str) -> None:
         # Many headers are read in one wait for a disk, not each in its own.
         _advise(iter([(file, 0, _BLOCK, True) for file in files]))
         found = [(file, *piece) for file in files for piece in _pieces(file, sizes[file])]
-        pieces = iter([*(f for f in found if f[3]), *(f for f in found if not f[3])])
+        pieces = iter(sorted(found, key=lambda piece: not piece[-1]))  # early ones first
         for _ in range(_THREADS):
             _daemon(_advise, pieces)
 

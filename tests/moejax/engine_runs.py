@@ -133,6 +133,18 @@ def _turn(job: Job, earlier: Sequence[Job], requests: Sequence) -> bool:
     return job.session is None or all(r and r.finish_reason for r in before)
 
 
+def check_residents(llm: LLM) -> None:
+    """Checks the tables and the bytes of all residents after every step from now on."""
+    step = llm.engine.step
+
+    def checked():
+        touched = step()
+        assert llm.engine.runner.faults() == []
+        return touched
+
+    llm.engine.step = checked
+
+
 def check_step(llm: LLM, step: Step) -> None:
     engine = llm.engine
     runner = engine.runner

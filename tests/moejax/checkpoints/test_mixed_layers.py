@@ -34,6 +34,7 @@ from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
 from pallas_kernels.records import decode
 from tests.conftest import REPOSITORY
+from tests.moejax.engine_runs import check_residents
 from tests.moejax.gguf_models import gguf_model
 from tests.moejax.quantized_models import quantized_model
 from tests.pallas_kernels.contract import NATIVE
@@ -81,14 +82,7 @@ def directory(tmp_path_factory):
 def run(path, **options):
     """Statistics, and tokens with their log-probabilities; all residents checked in every step."""
     with LLM(path, **LIMITS, **options) as llm:
-        step = llm.engine.step
-
-        def checked():
-            touched = step()
-            assert llm.engine.runner.faults() == []
-            return touched
-
-        llm.engine.step = checked
+        check_residents(llm)
         outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
         return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
 

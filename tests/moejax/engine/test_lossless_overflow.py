@@ -24,7 +24,7 @@ from pallas_kernels.records.versions import VersionFormats
 from tests.moejax.checkpoints.conversions import contents
 from tests.moejax.checkpoints.random_checkpoint import BF16, CONFIG, random_tensors, write
 from tests.moejax.engine.scenes import same_bits
-from tests.moejax.engine_runs import Job, Recorded, run
+from tests.moejax.engine_runs import Job, Recorded, check_residents, run
 
 pytestmark = pytest.mark.slow
 
@@ -83,14 +83,7 @@ PAGED = {"expert_budget": "63%", "prefetch": "random"}
 def played(source, precision, **options) -> tuple[list[Recorded], dict]:
     """The jobs, the tables and bytes of all residents checked after every step, and stats."""
     with started(source, precision, **{**PAGED, **options}) as llm:
-        step = llm.engine.step
-
-        def checked():
-            touched = step()
-            assert llm.engine.runner.faults() == []
-            return touched
-
-        llm.engine.step = checked
+        check_residents(llm)
         return run(llm, JOBS, check=False), llm.stats()
 
 
