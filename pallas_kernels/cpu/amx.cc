@@ -635,6 +635,9 @@ int64_t rows_of_task(Type kind) {
 }
 
 }  // namespace
+}  // namespace moejax
+#include "pallas_kernels/paged_attention/amx.h"
+namespace moejax {
 
 const Kernels& kernels_amx() {
   static const Kernels table = [] {
@@ -642,6 +645,7 @@ const Kernels& kernels_amx() {
     k.name = "amx", k.few = few, k.rows_of_task = rows_of_task, k.elements = kSide, k.scales_ahead = true;
     k.dots_of_many = dots_of_many, k.add_of_many = add_of_many;
     k.takes = takes, k.encoded_dots = encoded_dots, k.encoded_add = encoded_add;
+    k.attended_rows = 256, k.pack_queries = pack_queries, k.attend = attend;
     return k;
   }();
   return table;

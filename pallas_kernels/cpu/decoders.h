@@ -44,6 +44,21 @@ INLINE uint32_t as_bits(float f) {
 }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// The product as it is, which a compiler may not make part of an fma: of a · b + c · d either product
+// may be, and each number of tokens had its own bits.
+template <class V>
+INLINE V unfused(V product) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) <= __BIGGEST_ALIGNMENT__) asm("" : "+x"(product));
+  else asm("" : "+m"(product));  // wider than a register
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
+
 // ---- what is known when a call begins, as constants of templates
 
 template <class T, T constant>

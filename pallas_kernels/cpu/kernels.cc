@@ -1490,21 +1490,6 @@ void delta(float* s, int64_t values, const DeltaTokens& d, float* v, float* scra
   for (; c < values; c++) delta_columns<float, 1>(s + c, values, d, v + c);
 }
 
-// The product as it is, which a compiler may not make part of an fma: of a · b + c · d either product
-// may be, and each number of tokens had its own bits.
-template <class V>
-INLINE V unfused(V product) {
-#if defined(__x86_64__)
-  if constexpr (sizeof(V) <= __BIGGEST_ALIGNMENT__) asm("" : "+x"(product));
-  else asm("" : "+m"(product));  // wider than a register
-#elif defined(__aarch64__)
-  asm("" : "+w"(product));
-#else
-  asm("" : "+m"(product));
-#endif
-  return product;
-}
-
 // `count` tokens of some columns of a head's state, a row read and written once for all of them.
 template <class V, int count>
 INLINE void scan_columns(float* s, int64_t values, const ScanTokens& t, float* x) {
@@ -1567,7 +1552,7 @@ const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, quantize, integer_dots,
     integer_columns, widen, narrow, norm, activate,
-    delta, scan, scan_each, exponentials, attend, fold, attended, draw_row, rank_row,
+    delta, scan, scan_each, exponentials, kAttendedRows, pack_queries, attend, fold, attended, draw_row, rank_row,
 };
 
 }  // namespace moejax

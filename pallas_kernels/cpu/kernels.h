@@ -125,7 +125,7 @@ struct AttendedSpan {
   float scale;
   int64_t rows;
   const int32_t *first, *end;      // [rows]: the keys that a row sees; none: the row is left alone
-  const float* q;                  // packed, q_width apart
+  const float* q;                  // as pack_queries gave them, q_width apart
   float* total;                    // in the order that `attended` undoes, width apart
   int64_t q_width, width;
   float *top, *mass;               // [rows]
@@ -258,6 +258,10 @@ struct Kernels {
                     const float* x, const float* read, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
+  int64_t attended_rows;  // (query, head) rows of one call of `attend`, as ops make it, at most
+  // Rows x[n] of queries in the order in which `attend` wants them: padded(n) floats each, with room
+  // for a multiple of kTokenGroup of them.
+  void (*pack_queries)(Type type, const void* const* rows, int64_t count, int64_t n, float* out);
   void (*attend)(const AttendedSpan& span);
   // The sums of rows, whose totals lie width apart, with those over later spans.
   void (*fold)(int64_t rows, int64_t width, const AttendedSums& onto, const AttendedSums& more);

@@ -9,7 +9,6 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kOpenRows = 64;  // (query, head) rows of a task, at most
 // Bytes of a span that a task fetches ahead, at most: half of a second cache. All 16 KV heads of a token
 // make one stream then, which a core reads in 0.63 of the time of two halves in turn.
 constexpr int64_t kNear = 1 << 19;
@@ -168,10 +167,12 @@ struct Pieces {
 
 void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& task) {
   const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim);
+  // Of a head, with room for whole groups of rows.
+  const int64_t q_size = (task.count + kTokenGroup - 1) / kTokenGroup * kTokenGroup * q_width;
   const int64_t n = task.heads * task.count, size = size_of_sums(n, width);
   const int64_t first_split = split_of(c, first_seen(c, task.queries.position) / kSpan);
   const bool several = split_of(c, task.begin) < split_of(c, task.end - 1);
-  Buffer<float> q(n * q_width), own(task.parts ? 0 : several ? 2 * size : size);
+  Buffer<float> q(task.heads * q_size), own(task.parts ? 0 : several ? 2 * size : size);
   Buffer<uint32_t> scratch(kSpan * (q_width + width));
   Buffer<int32_t> seen(2 * task.count);
   // (row of q, head) of a row, position of a pair.
@@ -183,9 +184,12 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   const auto position_of = [&](int64_t pair) {
     return task.queries.position + (task.first + pair) / s.groups;
   };
-  for (int64_t i = 0; i < n; i++) {
-    const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
-    k.pack(c.type, row, c.head_dim, q.get() + i * q_width);
+  Buffer<const void*> queries(task.count);
+  for (int64_t head = 0; head < task.heads; head++) {
+    for (int64_t i = 0; i < task.count; i++) {
+      queries[i] = at(c.q, head_of(head * task.count + i) * c.head_dim, c.type);
+    }
+    k.pack_queries(c.type, queries.get(), task.count, c.head_dim, q.get() + head * q_size);
   }
   const AttendedSums all = sums_at(own.get(), n, width);
   AttendedSums sums = all;
@@ -232,7 +236,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       a.next = ahead.begin + piece, a.next_bytes = ahead.bytes;
       a.next_count = ahead.count * (head + 1) / task.heads - piece;
       a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
-      a.q = q.get() + row * q_width, a.total = sums.total + row * width;
+      a.q = q.get() + head * q_size, a.total = sums.total + row * width;
       a.q_width = q_width, a.width = width, a.top = sums.top + row, a.mass = sums.mass + row;
       a.scratch = scratch.get();
       k.attend(a);
@@ -272,7 +276,7 @@ void attend(Pool& pool, const Kernels& k, const Attention& c,
   std::vector<Task> tasks, folds;
   for (const Queries& q : queries) {
     const int64_t all = q.count * s.groups;
-    int64_t open = kOpenRows;
+    int64_t open = k.attended_rows;
     while (open > kTokens && pairs * ((all + open - 1) / open) < wanted) open /= 2;
     const int64_t together = std::clamp<int64_t>(open / all, 1, (c.kv_heads + even - 1) / even);
     const bool apart = splits_of(q) > run;

@@ -6,6 +6,7 @@
 // over the words of the span's keys. What a row does not see has the weight 0, or is not there if a
 // value is not finite, so no result knows how many rows share a tile.
 #pragma once
+#include "seen.h"
 
 namespace moejax {
 namespace {
@@ -19,6 +20,7 @@ constexpr int kTileVectors = 3;
 #else
 constexpr int kTileVectors = 2;
 #endif
+constexpr int64_t kAttendedRows = 64;
 constexpr int64_t kFewRows = 8;  // that pass a panel at once
 constexpr int64_t kFewWidth = 128;  // numbers of a query that the compiler counts on then
 constexpr int kStep = 4;  // words that a tile passes between two steps of an Ahead
@@ -296,27 +298,6 @@ void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t*
   }
 }
 
-// Whether no value of a span is infinite or NaN.
-template <Type kind>
-bool is_finite(const AttendedSpan& s) {
-  for (int64_t key = s.from; key < s.to; key++) {
-    for (int64_t i = 0; i < s.value_dim; i++) {
-      const uint32_t bits = kind == Type::BF16 ? (uint32_t)((const uint16_t*)s.values[key])[i] << 16
-                                               : ((const uint32_t*)s.values[key])[i];
-      if ((bits & 0x7f800000u) == 0x7f800000u) return false;
-    }
-  }
-  return true;
-}
-
-// Whether all rows see all keys of the span.
-INLINE bool seen_by_all(const AttendedSpan& s) {
-  for (int64_t i = 0; i < s.rows; i++) {
-    if (s.first[i] > s.from || s.end[i] < s.to) return false;
-  }
-  return true;
-}
-
 typedef uint16_t vs __attribute__((vector_size(2 * MOEJAX_LANES)));
 
 // A row's scores become weights, as words; its result so far shrinks where the largest grows.
@@ -457,6 +438,10 @@ void attended(Type kind, const float* total, int64_t n, float* out) {
     const int64_t at = c / (2 * L) * (2 * L), i = c - at;
     out[c] = total[at + i / 8 * 4 + i % 4 + i / 4 % 2 * L];
   }
+}
+
+void pack_queries(Type type, const void* const* rows, int64_t count, int64_t n, float* out) {
+  for (int64_t i = 0; i < count; i++) pack(type, rows[i], n, out + i * padded(n));
 }
 
 void attend(const AttendedSpan& s) {
