@@ -2,8 +2,9 @@
 
 A decode step with drafts takes longer than one without, and gives more tokens. How many more is
 known before: guesses are compared with what steps without drafts chose. How much longer is
-estimated until the first steps with drafts measure it. What drafts lose until they end, LOSS steps'
-time at most, is paid for by COST of each step's time before they begin again.
+estimated until the first steps with drafts measure it, those that wait for a draft and find none
+among them. What drafts lose until they end, about LOSS steps' time, is paid for by COST of each
+step's time, less after each loss, before they begin again.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ TRIAL = 4
 """Decode steps after which the length is chosen again."""
 GAIN = 1.05
 """How much faster another length must be before the engine changes to it."""
-COST = 0.03
+COST = 0.02
 """Share of the time that drafts may lose in the long run."""
-LOSS, WON = 2.0, 4.0
+LOSS, WON = 2.0, 2.0
 """Times of a step without drafts that drafts may lose before they end, and beyond that what they
 won before, at most."""
 HOLDS = 2 * TRIAL, 16 * WINDOW
 """Steps with drafts after which those without are measured again: at first, and at most."""
 SHOWN = 0.1
 """Share of the time that this may cost, however soon it comes."""
-WAITS = 16
-"""How many times longer than at first a trial may wait."""
+WAITS = 4
+"""How many times slower than at first a loss may be paid back."""
+LOOK = 0.25
+"""What a step takes longer that looks for drafts, which begins only when the one before was read,
+over what drafts add to it."""
 OUTLIER = 3.0
 """A step that took so many times as long as those around it was disturbed and does not count."""
 SEEN, KEPT = 32, 8
@@ -49,11 +53,15 @@ class Acceptance:
     def __init__(self, prior: float):
         self.prior = prior
         self._seen: deque[tuple[int, int]] = deque(maxlen=SEEN)
+        self._expected: list[float] = []
+        """Of 1, 2, … tokens, as far as it was asked for since a guess came."""
+        self._share: float | None = None
 
     def add(self, right: int, guessed: int) -> None:
         """Takes a guess of `guessed` tokens, the first `right` of which were right; 0: there was
         none."""
         self._seen.append((right, guessed))
+        self._expected, self._share = [], None
 
     @property
     def last(self) -> list[tuple[int, int]]:
@@ -63,11 +71,16 @@ class Acceptance:
     @property
     def share(self) -> float:
         """Share of a step's requests with a guess."""
-        return (1 + sum(guessed > 0 for _, guessed in self._seen)) / (1 + len(self._seen))
+        if self._share is None:
+            guesses = sum(guessed > 0 for _, guessed in self._seen)
+            self._share = (1 + guesses) / (1 + len(self._seen))
+        return self._share
 
     def expected(self, most: int) -> float:
         """Returns how many tokens of a guess of `most` tokens are likely to be right."""
-        total, alive, rate = 0.0, 1.0, self.prior
+        if most <= len(self._expected):
+            return self._expected[most - 1] if most else 0.0
+        self._expected, total, alive, rate = [], 0.0, 1.0, self.prior
         for place in range(most):
             seen = [
                 right > place for right, guessed in self._seen if place <= right and place < guessed
@@ -76,6 +89,7 @@ class Acceptance:
                 rate = (sum(seen) + self.prior) / (len(seen) + 1)
             alive *= rate
             total += alive
+            self._expected.append(total)
         return total
 
 
@@ -114,19 +128,23 @@ class DraftLength:
     plain_s: float = 0.0
     """Seconds of a step without drafts."""
     times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Seconds of the last steps of the present length, with drafts those of steps that had one."""
+    """Seconds of the last steps of the present length."""
     shares: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
     """Shares of these steps' requests that had a draft."""
     steps: int = -1
     """Of the present length. The first one's time does not count: it was prepared otherwise."""
+    resumes: bool = False
+    """Whether steps without drafts are measured again, for steps with them that pay."""
     back: tuple[int, float] | None = None
-    """While steps without drafts are measured again: the length before, and plain_s then."""
+    """Until steps without drafts were measured again: the length before, and plain_s then."""
+    spent: float = 0.0
+    """Times of a step without drafts that steps with them took since plain_s was measured."""
     lost: float = 0.0
     """Times of a step without drafts that drafts lost, at least −WON. A step without them pays COST
-    of its time back."""
+    of its time back, over `wait`."""
     hold: int = HOLDS[0]
     wait: int = 1
-    """How many times longer than at first a trial waits."""
+    """Twice as much each time that drafts end since they did not pay."""
 
     def add(self, tokens: float, seconds: float, share: float) -> None:
         """Takes a decode step of the present length.
@@ -137,24 +155,32 @@ class DraftLength:
         self.steps += 1
         if self.now:
             took = min(seconds / self.plain_s, 2 * (1 + self._extra(self.now)))
+            self.spent += took
             self.lost = max(self.lost + took - tokens, -WON)
+        elif not self.steps and self.plain_s:
+            # What was prepared for it while drafts were verified is nothing.
+            self.lost += min(max(seconds / self.plain_s - 1, 0.0), OUTLIER)
         elif self.lost > 0:
-            self.lost = max(self.lost - COST, 0.0)
+            self.lost = max(self.lost - COST / self.wait, 0.0)
         if not self.steps:
             return
-        if share or not self.now:
-            self.times.append(seconds)
-            self.shares.append(share)
-            typical = typical_s(self.times)
-            if self.now:
-                extra = typical / self.plain_s - 1
-                self._measured(self.now, extra / statistics.fmean(self.shares))
-            else:
-                self.plain_s = typical
-        if self.now and self.lost > LOSS:
-            self._end()
-        elif self.steps % TRIAL == 0:
+        self.times.append(seconds)
+        self.shares.append(share)
+        if self.now:
+            if len(self.times) >= TRIAL:
+                self._measured(self.now, self._extra_now())
+            if self.lost > LOSS:
+                return self._end()
+        if self.steps % TRIAL == 0:
+            if not self.now:
+                self.plain_s = typical_s(self.times)
             self._choose()
+
+    def _extra_now(self) -> float:
+        """Returns `extra` of the present length as its last steps took."""
+        # Those with a draft may be few, and take far longer than others.
+        taken = typical_s(self.times, few=True) / self.plain_s - 1
+        return taken / _part(statistics.fmean(self.shares))
 
     def tokens(self, length: int) -> float:
         """Returns how many tokens a step with drafts of this length gives a request, likely."""
@@ -162,7 +188,7 @@ class DraftLength:
 
     def ratio(self, length: int) -> float:
         """Returns how many times as long as without drafts a step of this length takes."""
-        return 1 + self.acceptance.share * self._extra(length)
+        return 1 + _part(self.acceptance.share) * self._extra(length)
 
     def gain(self, length: int) -> float:
         """Returns how many times as many tokens a second as without drafts are expected."""
@@ -188,13 +214,10 @@ class DraftLength:
 
     def _choose(self) -> None:
         """Chooses the length of the next steps."""
-        resumes = self.back is not None
+        resumes, self.resumes = self.resumes, False
         if self.back is not None:
-            length, before = self.back
-            self.back = None
-            if length in self.extra:
-                self._measured(length, (1 + self.extra[length]) * before / self.plain_s - 1)
-        gains = {n: self.gain(n) for n in self._fitting}
+            self._correct(*self.back)
+        gains = {n: self.gain(n) for n in reversed(self._fitting)}
         best = max(gains, key=lambda length: gains[length])
         if not self.now:
             paid = self.lost <= 0 or resumes
@@ -205,17 +228,28 @@ class DraftLength:
         elif gains[best] > GAIN * gains[self.now]:
             self._begin(best)
         elif self.steps >= max(self.hold, TRIAL * (gains[self.now] - 1) / SHOWN):
-            self.back, self.wait = (self.now, self.plain_s), 1
+            self.resumes, self.wait = True, 1
             self.hold = min(2 * self.hold, HOLDS[1])
             self._begin(0)
+
+    def _correct(self, length: int, before: float) -> None:
+        """Takes that the machine's speed changed while drafts were on: what they took was in times
+        of a step as long as `before`, and so was a loss, if it became slower."""
+        change = before / self.plain_s
+        if length in self.extra:
+            self._measured(length, (1 + self.extra[length]) * change - 1)
+        self.lost = min(self.lost, max(self.lost + self.spent * (change - 1), 0.0))
+        self.back, self.spent = None, 0.0
 
     def _may_try(self, length: int) -> bool:
         """Whether a trial, whose measurement may say that this length pays, costs little enough."""
         tokens = self.tokens(length)
         loss = TRIAL * (self.ratio(length) - tokens)
-        return tokens >= GAIN and self.steps >= self.wait * max(loss / COST, WINDOW)
+        return tokens >= GAIN and self.steps >= max(loss / COST, WINDOW)
 
     def _begin(self, length: int) -> None:
+        if self.now and not length:
+            self.back = self.now, self.plain_s
         self.now, self.steps = length, -1
         self.times.clear()
         self.shares.clear()
@@ -243,7 +277,14 @@ class DraftLength:
         return f"{drafted}, {reason}" if self.now else f"none; {drafted} would give {reason}"
 
 
-def typical_s(times: deque[float]) -> float:
-    """Returns the mean of times without those of disturbed steps."""
-    most = OUTLIER * statistics.median(times)
+def _part(share: float) -> float:
+    """Returns what steps take longer in which so large a share of the requests has a draft, over
+    what they take longer if all have one."""
+    return (share + LOOK) / (1 + LOOK)
+
+
+def typical_s(times: deque[float], *, few: bool = False) -> float:
+    """Returns the mean of times without those of disturbed steps. few: a quarter of the others may
+    take longer than the rest."""
+    most = OUTLIER * sorted(times)[len(times) * (3 if few else 2) // 4]
     return statistics.fmean(time for time in times if time <= most)

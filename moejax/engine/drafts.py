@@ -9,8 +9,9 @@ equals these tokens; a rejected row's keys are overwritten before any row reads 
 from __future__ import annotations
 
 import abc
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,9 @@ from host_offload.control.interface import Costs
 from moejax.engine.draft_length import Acceptance, DraftLength
 from moejax.engine.step_work import Guess, ScheduledWork, Step
 from moejax.requests.request import Request
+
+JUDGING = 0.005
+"""Share of the time of decode steps that looking for drafts which nothing verifies may take."""
 
 
 def look_up(tokens: np.ndarray, longest: int, shortest: int, most: int) -> np.ndarray:
@@ -73,6 +77,7 @@ class Drafts(abc.ABC):
     """Measured costs of the engine's steps, if there are any."""
     prior = 0.5
     """Probability that a token of a draft is right, before any was seen."""
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, most: int, *, adaptive: bool = True):
         self.most, self.adaptive = most, adaptive
@@ -83,6 +88,7 @@ class Drafts(abc.ABC):
         self._recalled: dict[int, dict[int, float]] = {}
         """DraftLength.extra of `choices` that an earlier run measured."""
         self._turn = 0
+        self._may_judge_s = 0.0
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
 
@@ -149,8 +155,12 @@ class Drafts(abc.ABC):
         if work.drafting:
             mine = next((draft for draft in work.drafts if draft.request is request), None)
             self.acceptance.add(mine.accepted if mine else 0, len(mine.tokens) if mine else 0)
-        elif found := self.judge(request):
-            self.acceptance.add(*found)
+        elif self._may_judge_s >= 0:
+            began = self.clock()
+            if found := self.judge(request):
+                self.acceptance.add(*found)
+            self._may_judge_s -= self.clock() - began
+        self._may_judge_s = min(self._may_judge_s + JUDGING * (seconds or 0.0), 0.0)
         if not (free := rows - requests):
             return None  # nothing is left to choose: no row is free for a draft
         choice = self._last = self._choice(requests)
@@ -166,9 +176,9 @@ class Drafts(abc.ABC):
         return None  # a model's drafts would cost its steps
 
     def _choice(self, requests: int) -> DraftLength:
-        lengths = 0, *sorted({1, max(self.most // 2, 1), self.most})
         bits = (requests - 1).bit_length()
         if bits not in self.choices:
+            lengths = 0, *sorted({1, max(self.most // 2, 1), self.most})
             choice = DraftLength(1 << bits, lengths, self.acceptance, self.costs)
             choice.extra = {n: x for n, x in self._recalled.get(bits, {}).items() if n in lengths}
             self.choices[bits] = choice

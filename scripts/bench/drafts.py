@@ -4,15 +4,15 @@ python -m scripts.bench drafts --model DIR [--links 1GB/s,4GB/s] [--llama-python
 
 Each cell runs the same requests by turns without drafts, with drafts in every step, and with drafts
 where the engine measures that they pay. The tokens must be equal. A ratio is the median over the
-rounds of a pair that ran one after the other.
+rounds of a pair of the same round. `again` is undrafted once more: what the machine adds by itself.
 
 Tasks: `edit` gives a text and asks for it again, `chat` asks a question, `story` goes on with a
 text. Greedy, with the end of the sequence ignored. A cell is shown as soon as it was measured; with
 100% of the experts no link matters, and there is one row.
 
 --counted counts steps and the experts that they move instead, which are the same in every run and
-on a busy machine: all rounds from a cold cache on, with ratios of the time that steps of STEP_S and
-ROW_S a row and the link take, by which adaptive drafts then choose, too.
+on a busy machine: all rounds from a cold cache on, with ratios of the time that steps of STEP_S,
+ROW_S a row, LOOK_S before drafts and the link take, by which adaptive drafts then choose, too.
 
 --llama-python names an interpreter with llama-cpp-python: rows of one request then have its prompt
 lookup too, on a GGUF file of the same weights (OLMoE, Qwen3): its tokens a second without drafts,
@@ -77,8 +77,8 @@ def ways() -> dict[str, Drafts | None]:
     }
 
 
-STEP_S, ROW_S = 4e-3, 1e-3
-"""Of a step, and of each row with a token."""
+STEP_S, ROW_S, LOOK_S = 4e-3, 1e-3, 1e-3
+"""Of a step, of each row with a token, and of a wait for the tokens that drafts follow."""
 
 
 def counting(llm: LLM, drafts: Drafts | None) -> tuple[Drafts, Counter[str]]:
@@ -101,13 +101,14 @@ def counting(llm: LLM, drafts: Drafts | None) -> tuple[Drafts, Counter[str]]:
         new.subtract(seen)
         seen.update(new)
         used = len(work.rows) + sum(len(draft.tokens) for draft in work.drafts)
-        taken = STEP_S + ROW_S * used + (new["MB"] / queue.rate if queue else 0.0)
+        taken = STEP_S + ROW_S * used + LOOK_S * (work.drafting > 0)
+        taken += new["MB"] / queue.rate if queue else 0.0
         if used:
             found.update(new | {"steps": 1, "seconds": taken})
         after_read(work, taken, rows)
 
     seen.update(moved())
-    drafts.after_read = after_step
+    drafts.after_read, drafts.clock = after_step, lambda: 0.0
     return drafts, found
 
 
@@ -141,12 +142,13 @@ def measure(
     """Runs one cell. Returns tokens a second and ratios. Raises UserError if tokens differ.
     llama: is asked by turns too."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    drafts = ways()
+    drafts = {**ways(), "again": None}
+    names = list(drafts)
     theirs = {"llama": 0, "lookup": Speculation().num_speculative_tokens} if llama else {}
     found: dict[str, list[float]] = {name: [] for name in [*drafts, *theirs]}
     for turn in range(args.rounds + 1):
         answers: list[list[Sequence[int]]] = []
-        for name in sorted(drafts, reverse=turn % 2 == 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             llm.engine.drafts = drafts[name]
             began = time.perf_counter()
             outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
@@ -169,7 +171,7 @@ def measure(
         "plain": tokens / float(np.median(seconds["plain"])),
         **{
             name: float(np.median(seconds["plain"] / seconds[name]))
-            for name in ("always", "adaptive")
+            for name in ("always", "adaptive", "again")
         },
         "accepted": always.counts["accepted"] / drafted if drafted else 0.0,
         **peer_rates(seconds, tokens),
@@ -248,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = itertools.product(("steps", "experts", "MB"), ways())
         columns += [*ratios, *((f"{kind} {way}", f"{{{kind} {way}:.0f}}") for kind, way in kinds)]
     else:
-        columns += [("tokens/s", "{plain:.0f}"), *ratios, ("accepted", "{accepted:.0%}")]
+        columns += [("tokens/s", "{plain:.0f}"), *ratios, ("again", "{again:.2f}×")]
+        columns += [("accepted", "{accepted:.0%}")]
         columns += llamas if args.llama_python else ()
     with ExitStack() as stack:
         llama = llama_of(stack, args.model, args.llama_python) if args.llama_python else None

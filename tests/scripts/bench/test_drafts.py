@@ -15,6 +15,7 @@ def test_each_cell_has_rates_of_equal_tokens(capsys):
     rows = json_lines(capsys, drafts.main, *given)
     assert [row["task"] for row in rows] == ["edit", "chat", "story"]
     assert all(row["plain"] > 0 and row["always"] > 0 < row["adaptive"] for row in rows)
+    assert all(row["again"] > 0 for row in rows)
     assert any(row["accepted"] for row in rows)
 
 
