@@ -7,6 +7,11 @@
 #include "decoders.h"
 
 namespace moejax {
+// Of kernels.cc: products of codes by tiles of bytes.
+void integer_dots_by_tiles(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                           const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch);
+void integer_columns_by_tiles(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
+                              int64_t tokens, float* const* y, float* scratch);
 namespace {
 
 constexpr int64_t kSide = 16;        // rows of a tile, and its columns of 32 bits
@@ -646,6 +651,7 @@ const Kernels& kernels_amx() {
     k.dots_of_many = dots_of_many, k.add_of_many = add_of_many;
     k.takes = takes, k.encoded_dots = encoded_dots, k.encoded_add = encoded_add;
     k.attended_rows = 256, k.pack_queries = pack_queries, k.attend = attend;
+    k.integer_dots = integer_dots_by_tiles, k.integer_columns = integer_columns_by_tiles;
     return k;
   }();
   return table;

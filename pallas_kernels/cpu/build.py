@@ -40,14 +40,16 @@ _AVX512 = (
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
 
+_TILES = ("-mamx-tile", "-mamx-int8")  # which no compiler uses by itself
+
 PORTABLE: dict[str, tuple[int, tuple[str, ...]]] = {"portable": (4, ())}
 X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx2": (8, _AVX2),
     "avx512": (16, _AVX512),
-    "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")),
+    "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", *_TILES)),
 }
 """Instruction set → (floats in a vector, flags of the compiler)."""
-AMX = (*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16")
+AMX = (*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-bf16")
 """Flags of the kernels that multiply tiles (AMX), beside those of avx512bf16."""
 
 

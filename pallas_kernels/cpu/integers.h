@@ -540,7 +540,7 @@ INLINE void unit_of_block(const int32_t* lanes, int64_t unit, const int32_t* con
 
 // out[t · kOutputs · kUnitLanes + i] for up to kBlockTokens tokens, with room for an even number.
 template <class K, bool minimum>
-void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+void multiply_narrow_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
   constexpr int64_t all = kOutputs * kUnitLanes;
   const bool sixteen = b.unit == 16;
   const int32_t* q[kBlockTokens + 1];
@@ -593,18 +593,38 @@ void multiply_block(const Integers& as, const IntegerBlock& b, const float* cons
   }
 }
 
-// As either kind has it.
-template <class K>
-void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+// As either kind has it. numbers: x as tiles want it, where there are tiles.
+template <class K, bool tiles>
+void multiply_block(const Integers& as, const IntegerBlock& b, const float* const* x, [[maybe_unused]] const float* numbers,
+                    int64_t tokens, float* out) {
+#ifdef __AMX_INT8__
+  if constexpr (K::wide && tiles) {
+    if (tokens >= kTileTokens) return multiply_tiles(as, b, numbers, out);
+  }
+#endif
 #ifdef __AVX512VNNI__
   if constexpr (K::wide) return multiply_wide_block(as, b, x, tokens, out);
   else
 #endif
   if constexpr (!K::listed && !K::words) {  // others have no minimums
-    (as.shift == Shift::Minimum ? multiply_block<K, true> : multiply_block<K, false>)(as, b, x, tokens, out);
+    (as.shift == Shift::Minimum ? multiply_narrow_block<K, true> : multiply_narrow_block<K, false>)(as, b, x, tokens, out);
   } else {
-    multiply_block<K, false>(as, b, x, tokens, out);
+    multiply_narrow_block<K, false>(as, b, x, tokens, out);
   }
+}
+
+// x as multiply_tiles wants it.
+template <class K>
+void to_tiles([[maybe_unused]] const float* const* x, [[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t n,
+              [[maybe_unused]] int64_t unit, [[maybe_unused]] float* out) {
+#ifdef __AMX_INT8__
+  if constexpr (K::wide) {
+    configure_tiles(unit);
+    for (int64_t t = 0; t + kTileTokens <= tokens; t += kBlockTokens) {
+      numbers_of_tiles(x + t, least(kBlockTokens, tokens - t), n, unit, out + t * room_of_tiles(n));
+    }
+  }
+#endif
 }
 
 // Lane i of eight vectors, in vector i.
@@ -737,8 +757,10 @@ IntegerRow row_at(const Format& f, const uint16_t* record, const Coding& c, cons
   return {codes, record + c.highs * n + row * high_size, n, high_size, codes, codes};
 }
 
-void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
-                  const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch) {
+// tiles: the CPU multiplies tiles of bytes.
+template <bool tiles>
+void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                     const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch) {
   const Coding& c = f.matrix[matrix];
   const Integers as = integers_of(c.kind);
   const int64_t n = f.hidden, size = n * as.bits / 16, high_size = n * as.highs / 16;
@@ -788,6 +810,8 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     using K = decltype(kind);
     float *scales = (float*)sums, *shifts = scales + apart * kOutputs, *out = shifts + apart * kOutputs;
     int32_t* lanes = whole_line((int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes));
+    float* numbers = whole_line((float*)(lanes + kOutputs * n / K::depth));
+    if constexpr (tiles) to_tiles<K>(x, tokens, n, c.unit, numbers);
     for (int64_t r = 0; r < rows; r += kOutputs) {
       const int64_t mine = least(kOutputs, rows - r);
       units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
@@ -803,7 +827,7 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
       }
       for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens, block.lines[0] = block.lines[1] = 0) {
         const int64_t count = least(kBlockTokens, tokens - t0);
-        multiply_block<K>(as, block, x + t0, count, out);
+        multiply_block<K, tiles>(as, block, x + t0, numbers + t0 * room_of_tiles(n), count, out);
         for (int64_t t = 0; t < count; t++) memcpy(y + (t0 + t) * stride + r, out + t * kOutputs * kUnitLanes, mine * sizeof *y);
       }
     }
@@ -928,6 +952,11 @@ void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
     for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) add_highs(as, row.highs, p, high_size, bytes + p * high_size);
     for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, out + t * room);
   });
+}
+
+void integer_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                  const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch) {
+  integer_dots_of<false>(f, record, matrix, first, rows, x, tokens, y, stride, scratch);
 }
 
 // ---- down^T: lanes are columns
@@ -1234,12 +1263,13 @@ bool is_block(const Format& f, const Integers& as, int64_t n) {
   return n % kOutputs == 0 && f.width % (4 * planes) == 0 && f.width % (4 * high_planes) == 0;
 }
 
+template <bool tiles>
 void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& as, int64_t column, int64_t n,
                        const float* const* h, int64_t tokens, float* const* y, float* scratch) {
   const Coding& c = f.matrix[DOWN];
   const int64_t width = f.width, units = width / c.unit, size = width * as.bits / 16, high_size = width * as.highs / 16;
   float *scales = scratch, *shifts = scales + units * n, *out = shifts + units * n;
-  int32_t* lanes = (int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes);
+  int32_t* lanes = whole_line((int32_t*)(out + kBlockTokens * kOutputs * kUnitLanes));
   for (int64_t u = 0; u < units; u++) {
     float *scale = scales + u * n, *shift = shifts + u * n;
     column_scales(f, record, u * c.unit / c.group, column, n, scale, shift);
@@ -1249,6 +1279,8 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
     using K = decltype(kind);
     constexpr int64_t depth = K::depth;
     const int64_t size_of_block = width / depth * kOutputs + 48;  // not in the same sets of the caches
+    float* numbers = whole_line((float*)(lanes + kBlocks * size_of_block));
+    if constexpr (tiles) to_tiles<K>(h, tokens, width, c.unit, numbers);
     // Whole lines of memory at once: rows lie so far apart that they would not stay for another pass.
     for (int64_t at = 0; at < n; at += kBlocks * kOutputs) {
       const int64_t blocks = least(kBlocks, (n - at) / kOutputs);
@@ -1266,7 +1298,7 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
         const IntegerBlock block = {lanes + k * size_of_block, scales + mine, shifts + mine, n, width, c.unit, {}, {}};
         for (int64_t t0 = 0; t0 < tokens; t0 += kBlockTokens) {
           const int64_t count = least(kBlockTokens, tokens - t0);
-          multiply_block<K>(as, block, h + t0, count, out);
+          multiply_block<K, tiles>(as, block, h + t0, numbers + t0 * room_of_tiles(width), count, out);
           for (int64_t t = 0; t < count; t++) memcpy(y[t0 + t] + mine, out + t * kOutputs * kUnitLanes, kOutputs * sizeof *out);
         }
       }
@@ -1275,20 +1307,26 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
 }
 #endif
 
-void integer_columns(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
-                     int64_t tokens, float* const* y, float* scratch) {
+template <bool tiles>
+void integer_columns_of(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
+                        int64_t tokens, float* const* y, float* scratch) {
   Integers as = integers_of(f.matrix[DOWN].kind);
 #ifdef __AVX512VNNI__
   as = without_signs(as);
 #endif
 #ifdef __AVX2__
   if (tokens >= kMany && is_block(f, as, n)) {
-    return blocks_of_columns(f, record, as, column, n, h, tokens, y, scratch);
+    return blocks_of_columns<tiles>(f, record, as, column, n, h, tokens, y, scratch);
   }
 #endif
   for (int64_t t = 0; t < tokens; t += kFew) {
     few_columns(f, record, as, column, n, h + t, least(kFew, tokens - t), y + t, scratch);
   }
+}
+
+void integer_columns(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
+                     int64_t tokens, float* const* y, float* scratch) {
+  integer_columns_of<false>(f, record, column, n, h, tokens, y, scratch);
 }
 
 }  // namespace

@@ -491,6 +491,116 @@ void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64
 
 constexpr int64_t kTokensOfUnit = 8;
 
+#ifdef __AMX_INT8__
+#define LOAD_TILE(tile, base, stride)                                             \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)), \
+                   "r"((int64_t)(stride)) : "memory")
+
+// Rows of the eight tiles, and their bytes.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+  void set(int first, int count, int64_t rows_, int64_t bytes_) {
+    for (int i = first; i < first + count; i++) rows[i] = (uint8_t)rows_, bytes[i] = (uint16_t)bytes_;
+  }
+};
+
+// Tokens of a block from which on tiles are faster.
+constexpr int64_t kTileTokens = 13;
+
+INLINE void release_tiles() { __asm__ volatile("tilerelease" ::); }
+
+// Numbers of up to kBlockTokens tokens as tiles want them: of each unit the tokens' numbers, scales and sums, zeros
+// of tokens that are not there. In kBlockTokens · room_of_tiles(n) floats, or fewer.
+INLINE int64_t floats_of_unit(int64_t unit) { return kBlockTokens * (unit / 4 + 2); }
+void numbers_of_tiles(const float* const* x, int64_t tokens, int64_t n, int64_t unit, float* out) {
+  const int64_t apart = floats_of_unit(unit), units = n / unit;
+  memset(out, 0, tokens < kBlockTokens ? units * apart * sizeof *out : 0);
+  for (int64_t t = 0; t < tokens; t++) {
+    const Quantized to(x[t], n);
+    const float *scale = to.scale[unit == 16], *sum = to.sum[unit == 16];
+    float* mine = out;
+    for (int64_t u = 0; u < units; u++, mine += apart) {
+      char* q = (char*)mine + t * unit;
+      if (unit == 16) store(q, load<__m128i>(to.q + u * 16));
+      else store(q, load<v32>(to.q + u * 32));
+      float* of_unit = mine + kBlockTokens * unit / 4 + t;
+      of_unit[0] = scale[u], of_unit[kBlockTokens] = sum[u];
+    }
+  }
+}
+
+// Sums of tokens in the tiles 0 and 1, their numbers in 2 and 3, lanes of codes in 4 and 5.
+INLINE void configure_tiles(int64_t unit) {
+  TileShapes tiles;
+  tiles.set(0, 2, kBlockTokens, 64), tiles.set(2, 2, kBlockTokens, unit), tiles.set(4, 2, unit / 4, 64);
+  __asm__ volatile("ldtilecfg %0" ::"m"(tiles) : "memory");
+}
+
+#define MULTIPLY_TILES(sums, with_numbers, with_lanes, out)                                     \
+  __asm__ volatile("tilezero %%tmm" #sums ::);                                                  \
+  LOAD_TILE(with_numbers, mine, unit);                                                          \
+  LOAD_TILE(with_lanes, lanes, 64);                                                             \
+  __asm__ volatile("tdpbsud %%tmm" #with_lanes ", %%tmm" #with_numbers ", %%tmm" #sums ::);     \
+  __asm__ volatile("tilestored %%tmm" #sums ", (%0,%1,1)" ::"r"((void*)(out)), "r"((int64_t)64) : "memory")
+
+// As multiply_wide_block, of kBlockTokens tokens, whose numbers are as numbers_of_tiles has them.
+template <Shift how>
+void multiply_tiles(const Integers& as, const IntegerBlock& b, const float* numbers, float* out) {
+  static_assert(kOutputs == L);
+  constexpr int64_t all = kOutputs * kUnitLanes;
+  alignas(64) int32_t found[2][kBlockTokens * kOutputs];
+  const int64_t unit = b.unit, units = b.n / unit, apart = floats_of_unit(unit);
+  const auto multiply = [&](int64_t u, int64_t turn) {
+    const int32_t* lanes = b.lanes + u * unit / 4 * kOutputs;
+    const float* mine = numbers + u * apart;
+    if (turn % 2) {
+      MULTIPLY_TILES(1, 3, 5, found[1]);
+    } else {
+      MULTIPLY_TILES(0, 2, 4, found[0]);
+    }
+  };
+  // Units of a lane after each other, so that its totals stay in registers.
+  int64_t turn = 0;
+  multiply(0, 0);
+  for (int64_t lane = 0; lane < kUnitLanes; lane++) {
+    vf total[kBlockTokens] = {};
+    for (int64_t u = lane; u < units; u += kUnitLanes, turn++) {
+      const int64_t later = u + kUnitLanes, next = later < units ? later : lane + 1;
+      if (next < units && (next == later || next < kUnitLanes)) multiply(next, turn + 1);
+      for (int part = 0; part < 2; part++) {
+        for (int64_t i = u * b.lines[part]; i < (u + 1) * b.lines[part]; i++) soon(b.next[part] + 32 * i);
+      }
+      const vf scale = load<vf>(b.scale + u * b.apart), shift = how == Shift::None ? vf{} : load<vf>(b.shift + u * b.apart);
+      const vf zeros = how == Shift::Zero ? as.zero + shift : as.zero - vf{};
+      const float *by = numbers + u * apart + kBlockTokens * unit / 4, *of_x = by + kBlockTokens;
+      const int32_t* mine = found[turn % 2];
+#pragma GCC unroll 16
+      for (int t = 0; t < kBlockTokens; t++) {
+        vf whole = __builtin_convertvector(load<vi>(mine + t * kOutputs), vf);
+        if (how != Shift::Minimum) whole -= of_x[t] * zeros;  // else zeros are 0
+        total[t] += unfused(whole * (scale * by[t]));
+        if (how == Shift::Minimum) total[t] += unfused(of_x[t] * (shift * by[t]));
+      }
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < kBlockTokens; t++) store(out + t * all + lane * kOutputs, total[t]);
+  }
+  for (int64_t t = 0; t < kBlockTokens; t++, out += all) {
+    for (int64_t half = all / 2; half >= kOutputs; half /= 2) {
+      for (int64_t i = 0; i < half; i += L) store(out + i, load<vf>(out + i) + load<vf>(out + half + i));
+    }
+  }
+}
+
+INLINE void multiply_tiles(const Integers& as, const IntegerBlock& b, const float* numbers, float* out) {
+  if (as.shift == Shift::None) multiply_tiles<Shift::None>(as, b, numbers, out);
+  else if (as.shift == Shift::Zero) multiply_tiles<Shift::Zero>(as, b, numbers, out);
+  else multiply_tiles<Shift::Minimum>(as, b, numbers, out);
+}
+#endif
+
 // out[t · kOutputs · kUnitLanes + i] for up to kBlockTokens tokens.
 template <bool minimum>
 void multiply_wide_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {

@@ -1555,5 +1555,18 @@ const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     delta, scan, scan_each, exponentials, kAttendedRows, pack_queries, attend, fold, attended, draw_row, rank_row,
 };
 
+#ifdef __AMX_INT8__
+void integer_dots_by_tiles(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                           const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch) {
+  integer_dots_of<true>(f, record, matrix, first, rows, x, tokens, y, stride, scratch);
+  release_tiles();
+}
+void integer_columns_by_tiles(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
+                              int64_t tokens, float* const* y, float* scratch) {
+  integer_columns_of<true>(f, record, column, n, h, tokens, y, scratch);
+  release_tiles();
+}
+#endif
+
 }  // namespace moejax
 #endif

@@ -86,11 +86,14 @@ constexpr int64_t kRowsAtOnce = 4;      // of gate and up, whose sums are open t
 constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
 // Products of many tokens: outputs of a block, blocks made at once, and tokens whose sums are open.
 constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
+// Floats of a token's n numbers, scales and sums of units of 16, for tiles.
+static inline int64_t room_of_tiles(int64_t n) { return n / 4 + n / 8; }
 static inline int64_t integer_scratch(int64_t hidden, int64_t tokens) {
   const int64_t units = hidden / 16 + 16, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t block = kOutputs * (hidden / 2 + 2 * units);
+  const int64_t tiles = (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens * room_of_tiles(hidden) + 32;
   const int64_t sums = kOutputs * kAtOnce > tokens ? kOutputs * kAtOnce : tokens;
-  return (66 + sums) * units + hidden + 64 + (tokens > kFew ? block + open : 0);
+  return (66 + sums) * units + hidden + 64 + (tokens > kFew ? block + open + tiles : 0);
 }
 // The distance of rows of n sums: more than their size, since rows that lie whole pages apart share a
 // few sets of the first cache.
@@ -98,7 +101,8 @@ static inline int64_t sums_apart(int64_t n) { return (n + 7) / 8 * 8 + 16; }
 static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t tokens) {
   const int64_t few = tokens > kFew ? kFew : tokens, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t blocks = kBlocks * (kOutputs * width / 2 + 48);
-  return sums_apart(n) * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open : 0);
+  const int64_t tiles = (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens * room_of_tiles(width) + 32;
+  return sums_apart(n) * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open + tiles : 0);
 }
 
 // Columns of one call of `integer_columns`, as ops make it: few tokens read long streams, and the sums of

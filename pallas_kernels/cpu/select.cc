@@ -19,12 +19,12 @@ extern const Kernels kernels_portable;
 
 namespace {
 
-// Whether this CPU multiplies tiles of bfloat16 and Linux gives this process their state (it asks
+// Whether this CPU multiplies tiles of bfloat16 and of bytes, and Linux gives this process their state (it asks
 // once, for all threads).
 bool has_tiles() {
 #ifdef __linux__
   unsigned a, b, c, d;
-  constexpr unsigned kTiles = 1u << 22 | 1u << 24;  // AMX-BF16, AMX-TILE
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) != kTiles) return false;
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool allowed = !syscall(SYS_arch_prctl, kRequest, kTileData);

@@ -9,10 +9,20 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/kernels.cc"
+#ifdef MOEJAX_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 using namespace moejax;
 
 namespace {
+
+#ifdef MOEJAX_TILES
+constexpr bool kTiles = true;
+#else
+constexpr bool kTiles = false;
+#endif
 
 std::mt19937 rng;
 uint64_t digest = 14695981039346656037u;
@@ -106,7 +116,7 @@ void check_all() {
     std::vector<float> scratch(integer_scratch(f.hidden, count));
     const float* mine[32];
     for (int64_t t = 0; t < count; t++) mine[t] = x[from + t].data();
-    integer_dots(f, record.data(), matrix, first, rows, mine, count, y, rows, scratch.data());
+    integer_dots_of<kTiles>(f, record.data(), matrix, first, rows, mine, count, y, rows, scratch.data());
   });
   check(tokens, f.hidden, [&](int64_t from, int64_t count, float* y) {
     const int64_t most = integer_columns_of(count);
@@ -116,7 +126,7 @@ void check_all() {
     for (int64_t t = 0; t < count; t++) mine[t] = h[from + t].data();
     for (int64_t at = 0; at < f.hidden; at += most) {
       for (int64_t t = 0; t < count; t++) to[t] = y + t * f.hidden + at;
-      integer_columns(f, record.data(), at, least(most, f.hidden - at), mine, count, to, scratch.data());
+      integer_columns_of<kTiles>(f, record.data(), at, least(most, f.hidden - at), mine, count, to, scratch.data());
     }
   });
 }
@@ -125,6 +135,9 @@ void check_all() {
 
 int main(int argc, char** argv) {
   if (argc != 3) return std::printf("usage: integers_check SEED ROUNDS\n"), 1;
+#ifdef MOEJAX_TILES
+  syscall(SYS_arch_prctl, 0x1023, 18);  // asks for the tiles' state
+#endif
   rng.seed((unsigned)std::atoi(argv[1]));
   for (int i = 0; i < std::atoi(argv[2]); i++) check_all();
   std::printf("ok %016" PRIx64 "\n", digest);

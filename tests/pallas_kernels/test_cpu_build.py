@@ -24,7 +24,7 @@ def sets_of_linux():
         "avx2": "avx2 fma f16c",
         "avx512": "avx512f avx512bw avx512dq avx512vl",
         "avx512bf16": "avx512_bf16 avx512vbmi avx512_vnni",
-        "amx": "amx_tile amx_bf16",
+        "amx": "amx_tile amx_bf16 amx_int8",
     }
     return [*itertools.takewhile(lambda isa: said.issuperset(asked[isa].split()), asked)]
 
@@ -275,10 +275,13 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_sanitizers_find_nothing_in_integer_products(repository, tmp_path):
-    """Of every form that runs here: portable code, AVX2 and VNNI have the same bits."""
+    """Of every form that runs here: portable code, AVX2, VNNI and tiles have the same bits."""
     compiler, said = build.find_compiler(), []
     here, forms = sets_of_linux(), ("avx2", "avx512bf16")
     sets = build.PORTABLE | {isa: build.X86[isa] for isa in forms if isa in here}
+    if "amx" in here:
+        lanes, extra = build.X86["avx512bf16"]
+        sets["amx"] = lanes, (*extra, "-DMOEJAX_TILES")
     flags = [*build.FLAGS, "-O1", "-g", "-fno-sanitize-recover=all", "-I", str(repository)]
     # Of "undefined" what matters to them: all of it took four times as long to compile.
     sanitizers = "address,bounds,shift,signed-integer-overflow"
