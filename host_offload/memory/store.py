@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.device_memory import advise, shares_memory
 from host_offload.memory.record_source import RecordSource, StackedRecords
+from pallas_kernels.cpu.arrivals import Arrivals
 from pallas_kernels.cpu.transpose import transpose
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.absent import AbsentRecords
@@ -62,10 +64,50 @@ class StoredVersion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """Records that are read into a store which is used meanwhile."""
+
+    done: Future[None]
+    give_up: Callable[[], None]
+    """Ends reading, also from a disk that does not answer."""
+    unread: Callable[[], int]
+    """Returns the bytes of the store that are not there yet."""
+    builders: contextlib.ExitStack
+    """Frees the store when nothing refers to it any more, unless it is full."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """All experts by version. Programs take them as parameters and must never donate them."""
+    """All experts by version. Programs take them as parameters and must never donate them.
+
+    - `reading`: what still fills the store; None: it is full.
+    """
 
     versions: dict[str, StoredVersion]
+    reading: Reading | None = None
+
+    @property
+    def unread(self) -> int:
+        """Bytes that memory does not hold yet."""
+        return 0 if self.reading is None else self.reading.unread()
+
+    def wait(self) -> None:
+        """Returns when the store is full. Raises what reading raises."""
+        if self.reading is not None:
+            wait([self.reading.done])
+            self.check()
+
+    def check(self) -> None:
+        """Raises what reading raised. Results of native ops before that are right."""
+        done = None if self.reading is None else self.reading.done
+        if done is not None and done.done() and (error := done.exception()) is not None:
+            raise error.with_traceback(None)  # each time anew, which would add up
+
+    def stop(self) -> None:
+        """Ends reading. Ops that wait for records go on without them."""
+        if self.reading is not None:
+            self.reading.give_up()
+            wait([self.reading.done])
 
     @property
     def layouts(self) -> dict[str, RecordFormat]:
@@ -97,7 +139,7 @@ class ExpertStore:
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """Returns the store of these versions, in this order, and frees the other versions at once,
         even if other objects refer to them. Raises KeyError for an unknown version."""
-        kept = ExpertStore({version: self.versions[version] for version in versions})
+        kept = ExpertStore({v: self.versions[v] for v in versions}, self.reading)
         ExpertStore({v: self.versions[v] for v in self.versions if v not in versions}).delete()
         return kept
 
@@ -111,7 +153,8 @@ class ExpertStore:
         return tuple(held.index(layer) if layer in held else -1 for layer in range(count))
 
     def delete(self) -> None:
-        """Frees the arrays at once, even if other objects refer to them."""
+        """Ends reading and frees the arrays at once, even if other objects refer to them."""
+        self.stop()
         for held in self.versions.values():
             held.array.delete()
 
@@ -161,6 +204,8 @@ class StoreBuilder:
                 "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before jax starts"
             ) from error
         self._written = np.full(self._shape[:3], filled)
+        self._left = np.full(layers * experts, layout.rows)
+        self.arrivals: Arrivals | None = None
         self._lock = threading.Lock()
 
     def _allocate(self, device: jax.Device, memory: Allocate) -> None:
@@ -216,18 +261,31 @@ class StoreBuilder:
         except BaseException:
             self._written[region] = False
             raise
+        if self.arrivals is not None:
+            first = layer * self._shape[1] + first_expert
+            for number in range(first, first + experts):
+                with self._lock:
+                    self._left[number] -= rows
+                    whole = self._left[number] == 0
+                if whole:
+                    self.arrivals.arrive(number)
 
     def ahead(self) -> jax.Array | None:
-        """The array that `finish` will return, to be read once that has returned. None where jax
+        """The array that `finish` will return, before its first piece. Only native ops may read it
+        until then: they wait for each record (`arrivals`). None where these ops cannot run, or jax
         does not take the memory as it is."""
         if self._memory is None:
             return None
-        if self._array is None:
-            array = jax.device_put(self._memory, self._sharding, may_alias=True)
-            if array.unsafe_buffer_pointer() != self._memory.ctypes.data:
-                return None
-            self._array = array
-        return self._array
+        address = self._memory.ctypes.data
+        array = jax.device_put(self._memory, self._sharding, may_alias=True)
+        if array.unsafe_buffer_pointer() != address:
+            return None
+        count = self._shape[0] * self._shape[1]
+        self.arrivals = Arrivals.begin(address, self.layout.nbytes, count)
+        if self.arrivals is None:
+            return None
+        self._array = array
+        return array
 
     def _write(
         self, records: np.ndarray | jax.Array, layer: int, first_expert: int, first_row: int
@@ -278,11 +336,15 @@ class StoreBuilder:
         if self._memory is not None and self._array is None:
             self._array = jax.device_put(self._memory, self._sharding, may_alias=True)
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
+        if self.arrivals is not None:
+            self.arrivals.end()
         return array
 
     def close(self) -> None:
         """Frees the array of a store that was not finished."""
         self._open, self._memory = False, None
+        if self.arrivals is not None:
+            self.arrivals.end()
         if self._array is not None:
             self._array.delete()
             self._array = None

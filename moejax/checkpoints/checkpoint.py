@@ -22,7 +22,7 @@ from moejax.checkpoints.orbax.layout import StoredModel
 from pallas_kernels.linear.coded import CodedLayers, CodedRows
 from pallas_kernels.records import RecordFormat
 
-T, S = TypeVar("T"), TypeVar("S")
+T, S, K = TypeVar("T"), TypeVar("S"), TypeVar("K")
 
 Task = Callable[[], int]
 """Reads some bytes into their place and returns how many. A task is called once, from any thread.
@@ -30,6 +30,10 @@ Task = Callable[[], int]
 Raises UserError that names the file, where it cannot be read or has values that the run's dtype
 cannot hold.
 """
+
+
+ExpertTask = tuple[tuple[int, int], Task]
+"""Layer and expert of a sink, and a task that fills the record or a part of it."""
 
 
 class RecordSink(Protocol):
@@ -88,7 +92,7 @@ class CheckpointReader(Protocol):
 
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
-    ) -> Iterator[Task]:
+    ) -> Iterator[ExpertTask]:
         """Yields the tasks that fill layer i of the sink with the records of MoE layer layers[i].
         They come in the order of the files.
 
@@ -163,6 +167,27 @@ def run_tasks(
     with contextlib.closing(in_order(pool, lambda task: task(), tasks)) as read:
         for nbytes in read:
             advance(nbytes)
+
+
+def wanted_first(
+    tasks: Iterable[tuple[K, Task]], next_wanted: Callable[[], K | None]
+) -> Iterator[tuple[Task, bool]]:
+    """Yields each task, and whether it was wanted: those of wanted records before the others, which
+    come in their order.
+
+    - `tasks`: by record.
+    - `next_wanted`: returns a record that is wanted, or None.
+    """
+    left, of_record = collections.OrderedDict(enumerate(tasks)), collections.defaultdict(list)
+    for number, (record, _) in left.items():
+        of_record[record].append(number)
+    wanted: collections.deque[int] = collections.deque()
+    while left:
+        if not wanted and (record := next_wanted()) is not None:
+            wanted.extend(number for number in of_record[record] if number in left)
+        urgent = bool(wanted)
+        number = wanted.popleft() if urgent else next(iter(left))
+        yield left.pop(number)[1], urgent
 
 
 def in_order(

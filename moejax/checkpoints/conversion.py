@@ -118,7 +118,7 @@ class Source(StoredModel):
             version, _, layer = key.rpartition(".")
             sink = ArraySink(self.layout(version), np.empty(leaf.shape, leaf.dtype))
             tasks = reader.read_experts(version, [int(layer)], sink, NUMPY_DTYPES[self.dtype])
-            run_tasks(pool, tasks)
+            run_tasks(pool, (task for _, task in tasks))
             assert sink.written.all(), "rows without a tensor"
             yield from sink.records
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -18,13 +19,18 @@ import numpy as np
 from host_offload.memory.bounded_reads import Reads, reading_pool
 from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.record_source import RecordSource
-from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
+from host_offload.memory.store import (
+    ExpertStore,
+    Reading,
+    StoreBuilder,
+    StoredVersion,
+    aligned_empty,
+)
 from host_offload.queue.cached import CachedRecords, CacheSpec, share_cache
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
-from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
+from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks, wanted_first
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    Reading,
     count_progress,
     new_store,
     require_host_memory,
@@ -34,6 +40,7 @@ from moejax.checkpoints.orbax.layout import Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import open_stored
 from moejax.checkpoints.orbax.steps import is_orbax
+from moejax.checkpoints.read_ahead import pause_reading_ahead
 from moejax.checkpoints.shards import INDEX, SINGLE, find_shards
 from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
 from moejax.checkpoints.tensor_checkpoint import open_tensors
@@ -44,6 +51,8 @@ from moejax.models.gguf_header import is_gguf, read_gguf
 from moejax.models.next_token import OTHER_METHODS
 from pallas_kernels.linear import CodedLayers, CodedWeights
 from pallas_kernels.records.absent import AbsentRecords
+
+log = logging.getLogger("moejax")
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read")
@@ -95,8 +104,8 @@ def load_checkpoint(
       (Checkpoint.coded_params), which native ops read.
     - `predictor`: load the layer that predicts a further token (moejax.models.next_token) in place
       of the model.
-    - `behind`: return when all but experts is read, where that can be; LoadedModel.wait waits for
-      them.
+    - `behind`: return when all but experts is read, where that can be: native ops wait for those
+      that they need, and ExpertStore.wait for all.
 
     Raises UserError that names file and tensor, or layer and expert. All names, shapes, dtypes and
     file sizes are checked before the first weight is read.
@@ -148,12 +157,11 @@ def load_checkpoint(
         run.config,
         run.dtype,
         params,
-        _store_of(run, held, arrays, files),
+        _store_of(run, held, arrays, files, rest),
         run.layout(),
         dict(zip(_PHASES, np.diff(marks).tolist(), strict=True)),
         {v: made for v, made in opened.quantizers.items() if v in held},
         memory,
-        rest,
     )
 
 
@@ -186,6 +194,7 @@ def _store_of(
     held: Mapping[str, Sequence[int]],
     arrays: Mapping[str, Any],
     files: Mapping[str, RecordSource],
+    reading: Reading | None,
 ) -> ExpertStore:
     """Makes the store of these arrays. A version may lack layers, or lie in files."""
     every, stored = sum(run.config.moe_layers), {}
@@ -193,7 +202,7 @@ def _store_of(
         some = tuple(layers) if len(layers) < every else ()
         layout, source = run.layout(version), files.get(version)
         stored[version] = StoredVersion(layout, arrays[version], some, source)
-    return ExpertStore(stored)
+    return ExpertStore(stored, reading)
 
 
 def _require_room(
@@ -231,7 +240,7 @@ def _read(
     behind: bool,
 ) -> tuple[dict[str, Any], dict[str, Any], Reading | None]:
     """Reads the weights. Returns LoadedModel.params, the arrays of ExpertStore by version, and
-    LoadedModel.reading.
+    ExpertStore.reading.
 
     - `held`: the result of Checkpoint.hold.
     - `coded`: the result of Checkpoint.coded_params, or none.
@@ -270,11 +279,31 @@ def _read(
         )
         _check_tables(str(opened.directory), params, run.config.num_experts)
 
+        def next_wanted() -> tuple[str, int] | None:
+            for version, builder in builders.items():
+                if builder.arrivals and (number := builder.arrivals.next_wanted()) is not None:
+                    return version, number
+            return None
+
         def read_experts(files: contextlib.ExitStack) -> dict[str, Any]:
             with files:
-                for version, layers in reading.items():
-                    tasks = reader.read_experts(version, layers, builders[version], dtype)
-                    run_tasks(pool, tasks, advance)
+                tasks = [
+                    ((version, layer * run.config.num_experts + expert), task)
+                    for version, layers in reading.items()
+                    for (layer, expert), task in reader.read_experts(
+                        version, layers, builders[version], dtype
+                    )
+                ]
+                files.callback(pause_reading_ahead, False)
+                lock, ordered = threading.Lock(), wanted_first(tasks, next_wanted)
+
+                def read_next() -> int:
+                    with lock:
+                        task, urgent = next(ordered)
+                        pause_reading_ahead(urgent)
+                    return task()
+
+                run_tasks(pool, [read_next] * len(tasks), advance)
             return {v: builder.finish().arrays[v] for v, builder in builders.items()}
 
         ahead: dict[str, jax.Array] = {}
@@ -300,6 +329,12 @@ def _read(
             rest.done.set_exception(error)
         else:
             rest.done.set_result(None)
+            seconds = time.perf_counter() - marks[0]
+            log.info("%s: all experts are read, %.2f s after the first", opened.directory, seconds)
+        finally:
+            for builder in builders.values():  # steps that wait see an error by now
+                if builder.arrivals is not None:
+                    builder.arrivals.end()
 
     threading.Thread(target=read_behind, name="moejax-load", daemon=True).start()
     return params, ahead, rest

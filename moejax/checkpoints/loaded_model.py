@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -27,24 +26,6 @@ DTYPE_NAMES = {
     "float32": "float32",
 }
 """Value of the option dtype, except "auto" (vLLM's names) → the run's dtype."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Experts that are read into a store which the rest of a start is built on meanwhile."""
-
-    done: Future[None]
-    give_up: Callable[[], None]
-    """Ends reading, also from a disk that does not answer."""
-    unread: Callable[[], int]
-    """Returns the bytes of the store that are not there yet."""
-    builders: contextlib.ExitStack
-    """Frees the store when nothing refers to it any more, unless it is full."""
-
-    def stop(self) -> None:
-        """Returns when nothing is read any more."""
-        self.give_up()
-        wait([self.done])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +55,9 @@ class LoadedModel:
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
     shared: SharedMemory | None = None
     """The memory of the experts, if processes share it. Close it with the model."""
-    reading: Reading | None = None
-    """What still fills the store; None: it is full."""
-
-    @property
-    def unread(self) -> int:
-        """Bytes of the store that memory does not hold yet."""
-        return 0 if self.reading is None else self.reading.unread()
-
-    def wait(self) -> None:
-        """Returns when the store is full. Raises what reading raises."""
-        if self.reading is not None:
-            self.reading.done.result()
 
     def delete(self) -> None:
         """Ends reading and frees the store."""
-        if self.reading is not None:
-            self.reading.stop()
         self.store.delete()
         if self.shared is not None:
             self.shared.close()

@@ -21,6 +21,8 @@ _AT_ONCE, _THREADS = 8 << 20, 4
 requests than to one, and gives first what was asked for first."""
 _BLOCK = 1 << 20
 """Bytes of a file that are asked for early or late as a whole."""
+_go = threading.Event()
+_go.set()
 _MOST_HEADER = 16 << 20
 """Bytes of a header that is read here. Files with a larger one are read in their order."""
 
@@ -34,6 +36,11 @@ def read_ahead(model: str) -> None:
     """
     if hasattr(os, "posix_fadvise"):
         _daemon(_begin, model)
+
+
+def pause_reading_ahead(pause: bool) -> None:
+    """Leaves the disk to the reads of others until it is called with False."""
+    (_go.clear if pause else _go.set)()
 
 
 def _daemon(function: Callable[..., None], *args: Any) -> None:
@@ -94,6 +101,7 @@ def _advise(pieces: Iterator[tuple[Path, int, int, bool]]) -> None:
     """Asks for the pieces that no other thread has taken."""
     with contextlib.suppress(OSError):
         for file, begin, count, _ in pieces:
+            _go.wait()
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)

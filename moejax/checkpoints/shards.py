@@ -120,20 +120,20 @@ class Shard:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ShardReader]:
-        """Opens the file. Raises UserError where that fails, and at either end of the `with` where
-        the file has changed since its header was read."""
+        """Opens the file. Raises UserError where that fails, and at either end of the `with` and
+        after each read where the file has changed since its header was read."""
         try:
             descriptor = open_within(self.path)
         except OSError as error:
             raise _unreadable(self.path, error) from None
         try:
-            self._require_unchanged(descriptor)
+            self.require_unchanged(descriptor)
             yield ShardReader(self, descriptor)
-            self._require_unchanged(descriptor)
+            self.require_unchanged(descriptor)
         finally:
             os.close(descriptor)
 
-    def _require_unchanged(self, descriptor: int) -> None:
+    def require_unchanged(self, descriptor: int) -> None:
         if stamp_of(os.fstat(descriptor)) != self.stamp:
             raise UserError(
                 f"{self.path}: was written to while moejax read it; let that end, then try again"
@@ -174,6 +174,7 @@ class ShardReader:
             if read == 0:
                 raise _damage_error(path, f"ends within tensor {name}; it was whole a moment ago")
             rest, offset = rest[read:], offset + read
+        self.shard.require_unchanged(self.descriptor)
 
 
 def renamed(shard: Shard, new_name: Callable[[str], str]) -> Shard:

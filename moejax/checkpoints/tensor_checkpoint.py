@@ -20,8 +20,7 @@ import numpy as np
 from host_offload.memory.record_source import NO_BLOCKS, RecordSource
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
-from moejax.checkpoints.foreign.mapped_tensors import open_mapped
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, ExpertTask, RecordSink, Task
 from moejax.checkpoints.gguf_tensors import GgufFile, open_gguf
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import (
@@ -237,7 +236,7 @@ class TensorCheckpointReader:
 
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
-    ) -> Iterator[Task]:
+    ) -> Iterator[ExpertTask]:
         for file, name in self._checkpoint.expert_tensors:
             place = self._checkpoint.places[name]
             assert isinstance(place, ExpertPlace)
@@ -401,6 +400,9 @@ def open_tensors(
     Raises UserError for names, shapes and dtypes that are not those of config.json.
     """
     if kind == "orbax":
+        # Here, since tensorstore takes 60 ms to import.
+        from moejax.checkpoints.foreign.mapped_tensors import open_mapped
+
         config, mapped = open_mapped(directory, step, name_map)
         files: Sequence[TensorFile] = (mapped,)
         directory = mapped.path

@@ -19,7 +19,7 @@ from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.quantized import QuantizedError, put_values
 from host_offload.versions.store_versions import as_bits
-from moejax.checkpoints.checkpoint import RecordSink, Task
+from moejax.checkpoints.checkpoint import ExpertTask, RecordSink, Task
 from moejax.checkpoints.gguf_tensors import GgufReader
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.quantized_tensors import QuantizedReader
@@ -60,7 +60,7 @@ class OpenTensor:
 
     def read_experts(
         self, place: ExpertPlace, layer: int, sink: RecordSink, dtype: np.dtype
-    ) -> Iterator[Task]:
+    ) -> Iterator[ExpertTask]:
         """Yields the tasks that fill this tensor's part of one record, or of all records of a layer
         where the tensor is stacked.
 
@@ -68,7 +68,8 @@ class OpenTensor:
         - `dtype`: of the weights in the sink.
         """
         for expert in range(place.shape[0]) if place.expert is None else (place.expert,):
-            yield functools.partial(self.read_record, place, expert, (layer, expert), sink, dtype)
+            at = layer, expert
+            yield at, functools.partial(self.read_record, place, expert, at, sink, dtype)
 
     def read_record(
         self,

@@ -83,7 +83,7 @@ def with_versions(
     check_quantizer(quantizer)
     if has_versions(loaded, wanted):
         return loaded
-    loaded.wait()
+    loaded.store.wait()
     made = [version for version in wanted if version != CHECKPOINT]
     check_versions(loaded.layout, loaded.dtype, made)
     if CHECKPOINT in wanted:

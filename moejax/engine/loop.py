@@ -558,7 +558,8 @@ class Engine:
                 step.results.copy_to_host_async()
                 logprobs = jax.device_get(logprobs)
             results = Results(step.output.shape, np.asarray(step.results))
-        except BaseException:  # errors on the device are raised here
+            self.runner.store.check()
+        except BaseException:  # errors on the device, and of reading experts, are raised here
             self._give_up(step.work.requests(), step.work.published)
             if step.work.drafts:  # no step was dispatched since
                 self.scheduler.release_states()

@@ -124,7 +124,8 @@ class StartTimes:
     - `allocate`: memory for the weights.
     - `read`: from the files to their places, with conversion and copies to the device.
     - `load`: what else loading took.
-    - `engine`: arena and executables, and the rest of experts that are read beside them.
+    - `engine`: arena and executables, and the rest of experts that are read beside them, unless
+      steps wait for them (`stats()["store"]["unread_bytes"]`).
     - `tokenizer`: waiting for the tokenizer, which is read at the same time.
     """
 

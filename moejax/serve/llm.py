@@ -236,7 +236,7 @@ class LLM:
         )
         try:
             if made := not has_versions(loaded, versions):
-                loaded.wait()
+                loaded.store.wait()
                 bars.close()  # there is one at a time
             with byte_progress("making", made and options.runtime.progress) as report:
                 return with_versions(
@@ -464,7 +464,8 @@ class LLM:
         - `arena_owner`: `native ops` or `XLA`.
         - `kv`: prompt tokens found in earlier KV, preemptions, pages by use, by group of layers and
           of layers' states, swapped bytes, sessions.
-        - `store`, `store_bytes`: where the experts are, and their bytes in memory and in files.
+        - `store`, `store_bytes`: where the experts are, and their bytes in memory, in files, and
+          not yet read into memory.
         - `transfers`: the queue beside compute; null without one.
         - `placement`: what a second processor computed; null without one.
         - `stream`, `planner`: window and planner of `driver=stream`; null otherwise.

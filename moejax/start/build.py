@@ -87,7 +87,7 @@ def start_engine(
     )
     loaded = add_packed_layout(loaded, settings, device.platform)
     if settings.needs_costs or settings.tiers is not None:  # which are measured
-        loaded.wait()
+        loaded.store.wait()
     most: int | None = None
     while True:
         plan = probe_plan(loaded, settings, device, check=check, most=most)
@@ -131,7 +131,7 @@ def probe_plan(
     - `most`: see FreeMemory.
     """
     of_memory = automatic(settings, device.platform)
-    unread = loaded.unread
+    unread = loaded.store.unread
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
     if (found := facts.memory) is not None:
         found = dataclasses.replace(found, free=max(found.free - unread, 0), most=most)
@@ -247,8 +247,8 @@ def _engine(
         plan.steps.layout, plan.budget.slots, spec.layers, spec.experts, cells=spec.cell_bound
     )
     arena.grant_kv_slots(plan.budget.kv_slots)
-    if not plan.steps.in_place:  # cells are filled from the store
-        loaded.wait()
+    if not plan.steps.awaits_experts:
+        loaded.store.wait()
     _grant(plan, arena, runner)
     cache = KVCache(
         arena, runner.read_pages, runner.write_pages, runner.move_pages, options.memory.swap_space
@@ -276,7 +276,7 @@ def _engine(
         recall_drafts(plan, drafts)
     control, resizer = _control(plan, loaded, runner, scheduler, record_event)
     runner.wait_compiled()
-    loaded.wait()
+    loaded.store.check()
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, runner)
     return Engine(

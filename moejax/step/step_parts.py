@@ -173,6 +173,14 @@ class StepSpec:
     """Whether steps return hidden states (StepOutput.hidden)."""
 
     @property
+    def awaits_experts(self) -> bool:
+        """Whether only native ops read the store: they wait for records that are still being read
+        into it."""
+        native = self.owned and self.ops.fill == self.ops.expert_ffn == "cpu"
+        paged = self.driver == "device" and self.queue is None and self.second is None
+        return self.in_place or (native and paged)
+
+    @property
     def favours_residents(self) -> bool:
         """Whether routers look at the tables. They need not if every expert is resident."""
         return self.cache_aware_routing is not None and not self.in_place

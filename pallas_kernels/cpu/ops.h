@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "pallas_kernels/cpu/arrivals.h"
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
 #include "pallas_kernels/cpu/supply.h"

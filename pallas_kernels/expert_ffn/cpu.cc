@@ -34,6 +34,7 @@ struct Work {
   const Experts& call;
   Type kind;
   std::vector<Expert> experts;
+  Awaited awaited;             // of them
   std::vector<int64_t> idle;   // cells of active experts without tokens
   std::vector<int32_t> pairs;  // by expert
   int64_t x_width, h_width;
@@ -92,9 +93,12 @@ void gather(Work& work) {
     }
     Expert expert = found(c, e);
     expert.first = first[e], expert.tokens = first[e + 1] - first[e];
-    if (expert.tokens) work.experts.push_back(expert);
-    else if (!expert.through) work.idle.push_back(expert.cell);
+    if (expert.tokens) {
+      work.experts.push_back(expert);
+      if (expert.through) work.awaited.add(expert.record);
+    } else if (!expert.through) work.idle.push_back(expert.cell);
   }
+  work.awaited.wait();
 }
 
 // Whether rows of an encoded expert are multiplied as they are decoded; else blocks of them are
@@ -433,7 +437,7 @@ void compute_all(Pool& pool, Work& work) {
 }  // namespace
 
 void run_experts(Pool& pool, const Kernels& k, const Experts& c) {
-  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.records.hidden), apart(c.width), nullptr, nullptr, 0, nullptr};
+  Work work = {k, c, kind_of(c.type), {}, {}, {}, {}, apart(c.records.hidden), apart(c.width), nullptr, nullptr, 0, nullptr};
   gather(work);
   if (!work.experts.empty()) compute_all(pool, work);
   // Who lists an expert wants its record there, so that it can give the cell to another one without

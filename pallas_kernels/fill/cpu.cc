@@ -43,6 +43,7 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
   std::vector<Copy> copies;
   std::vector<Decoded> decoded;
   std::vector<int64_t> numbers(c.count);
+  Awaited awaited;
   for (int64_t i = 0; i < c.count; i++) {
     const int64_t expert = c.expert[i];
     const std::string name = "entry " + std::to_string(i) + ", expert " + std::to_string(expert) +
@@ -51,10 +52,12 @@ void fill(Pool& pool, const Kernels& k, const Fills& c) {
     const StoredVersion& version = all.version(numbers[i], name);
     const bool decodes = decoded_on_the_way(version);
     const uint16_t* record = all.stored(numbers[i], c.layer, expert, decodes, name);
+    awaited.add(record);
     uint16_t* cell = all.cell(version, c.row[i], name);
     if (decodes) decoded.push_back({version, record, cell});
     else copies.push_back({record, cell, version.cell.rows * all.hidden});
   }
+  awaited.wait();
   // The copying of records is left to the queue, and cells that are written here to us.
   std::set<const uint16_t*> hanging;  // cells that a read may still write into
   for (int64_t i = 0; all.supply && i < c.count; i++) {

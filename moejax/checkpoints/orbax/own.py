@@ -19,7 +19,7 @@ import numpy as np
 from host_offload.memory.record_source import RecordFiles
 from host_offload.policies.precision.precision_names import CHECKPOINT
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
+from moejax.checkpoints.checkpoint import Checkpoint, ExpertTask, RecordSink, Task
 from moejax.checkpoints.orbax.layout import DENSE, Leaf
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
@@ -131,7 +131,7 @@ class StoredCheckpoint(Checkpoint):
 
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
-    ) -> Iterator[Task]:
+    ) -> Iterator[ExpertTask]:
         leaves = self._leaves({version: layers})[version]
         stored = NUMPY_DTYPES[self.dtype] if version == DENSE else dtype
 
@@ -144,7 +144,8 @@ class StoredCheckpoint(Checkpoint):
             return leaf.chunk_bytes
 
         for layer, leaf in enumerate(leaves):
-            yield from (functools.partial(read, layer, expert) for expert in leaf.chunks)
+            for expert in leaf.chunks:
+                yield (layer, expert), functools.partial(read, layer, expert)
 
     def record_files(
         self,

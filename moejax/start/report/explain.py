@@ -158,6 +158,7 @@ def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
         "kind": options.memory.store.name,
         "memory_bytes": store.nbytes,
         "file_bytes": store.file_bytes,
+        "unread_bytes": store.unread,
     }
     if cached := [held for held in store.arrays.values() if isinstance(held, CachedRecords)]:
         found["verify_reads"] = all(records.source.verify for records in cached)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from host_offload.memory import device_memory
+from host_offload.memory.store import ExpertStore
 from moejax import LLM, UserError
-from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.start.probe import activation_bytes, find_activation_bytes
 from moejax.start.report.explain import Explanation
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY
@@ -50,7 +50,7 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
     share."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(device_memory, "host_available_bytes", lambda: 7 * MiB)
-    monkeypatch.setattr(LoadedModel, "unread", 0)  # the same free bytes, however far reading is
+    monkeypatch.setattr(ExpertStore, "unread", 0)  # the same free bytes, however far reading is
     limits = LIMITS | {"max_num_batched_tokens": 64, "eviction": "lru"}
     with LLM("demo", progress=False, **limits) as llm:
         sums = check_sums(llm.explain())

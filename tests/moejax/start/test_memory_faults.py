@@ -220,8 +220,7 @@ def test_an_arena_that_is_not_given_is_smaller(monkeypatch, caplog):
 @NATIVE
 @pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_experts_are_read_while_the_engine_is_built(monkeypatch, budget):
-    """Those of cells are waited for before anything fills a cell. What is not read yet takes
-    memory that is free now."""
+    """What is not read yet takes memory that is free now."""
     facts, divide, free = start_build.device_facts, start_build.divide, []
 
     def device_facts(*args, **named):
@@ -239,7 +238,7 @@ def test_experts_are_read_while_the_engine_is_built(monkeypatch, budget):
     nbytes = []
 
     def start(loaded, *args, **named):
-        nbytes.append(loaded.unread)
+        nbytes.append(loaded.store.unread)
         assert nbytes[0] == loaded.store.nbytes
         begun.set()
         return build(loaded, *args, **named)
