@@ -21,7 +21,14 @@ from safetensors.numpy import load_file, save, save_file
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.shards import INDEX, MOST_HEADER, SINGLE, find_shards, read_header
+from moejax.checkpoints.shards import (
+    INDEX,
+    MOST_HEADER,
+    SINGLE,
+    ShardReader,
+    find_shards,
+    read_header,
+)
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.checkpoints.tensor_tasks import count_nonfinite
 from moejax.errors import UserError
