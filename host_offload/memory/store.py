@@ -74,6 +74,8 @@ class Reading:
     """Returns the bytes of the store that are not there yet."""
     builders: contextlib.ExitStack
     """Frees the store when nothing refers to it any more, unless it is full."""
+    thread: threading.Thread
+    """Reads, and ends soon after `done`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ class ExpertStore:
         """Ends reading. Ops that wait for records go on without them."""
         if self.reading is not None:
             self.reading.give_up()
-            wait([self.reading.done])
+            self.reading.thread.join()
 
     @property
     def layouts(self) -> dict[str, RecordFormat]:

@@ -320,8 +320,6 @@ def _read(
             stopped.set()
             reads.give_up()
 
-        rest = Reading(Future(), stop, lambda: nbytes * left // whole, builders_of)
-
     def read_behind() -> None:
         try:
             read_experts(files)
@@ -336,7 +334,9 @@ def _read(
                 if builder.arrivals is not None:
                     builder.arrivals.end()
 
-    threading.Thread(target=read_behind, name="moejax-load", daemon=True).start()
+    thread = threading.Thread(target=read_behind, name="moejax-load", daemon=True)
+    rest = Reading(Future(), stop, lambda: nbytes * left // whole, builders_of, thread)
+    thread.start()
     return params, ahead, rest
 
 

@@ -550,6 +550,8 @@ class Executor:
 
         - `given`: also frees the store and the model's parameters.
         """
+        if given:
+            self.store.stop()  # first, since steps may wait for what is read
         if self.processor is not None:
             self.processor.stop()
         self.compiler.close()
