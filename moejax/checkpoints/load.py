@@ -286,7 +286,8 @@ def _read(
             return None
 
         def read_experts(files: contextlib.ExitStack) -> dict[str, Any]:
-            with files:
+            with contextlib.ExitStack() as last, files:
+                last.callback(pause_reading_ahead, False)  # when no thread pauses it any more
                 tasks = [
                     ((version, layer * run.config.num_experts + expert), task)
                     for version, layers in reading.items()
@@ -294,7 +295,6 @@ def _read(
                         version, layers, builders[version], dtype
                     )
                 ]
-                files.callback(pause_reading_ahead, False)
                 lock, ordered = threading.Lock(), wanted_first(tasks, next_wanted)
 
                 def read_next() -> int:
