@@ -8,6 +8,7 @@ from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.hobbit import Hobbit
+from host_offload.policies.prefetch.oracle import Clairvoyant, Oracle
 from host_offload.queue.cached import CacheSpec, least_records
 from moejax.errors import UserError
 from moejax.start.choices import Settings
@@ -79,7 +80,8 @@ def parts_of(start: Situation) -> dict[str, str]:
         "store=file": store.name == "file",
         "store=shared": store.name == "shared",
         "speculative_config": drafts is not None,
-        "method mtp": drafts is not None and drafts.method == "mtp",
+        "oracle": any(isinstance(each, Oracle | Clairvoyant) for each in settings.policies)
+        and "prefetch oracle",
         "max_num_seqs=1": seqs == 1,
         "kv_overflow=recompute": memory.kv_overflow == "recompute",
         "transfers=ops": transfers.name == "ops",
@@ -240,16 +242,12 @@ CONFLICTS: dict[tuple[str, ...], str] = {
         "leave it out, or use driver='device'"
         for name in ("eviction", "prefetch", "placement", "policies", "resize", "cells", "trace")
     },
-    (
-        "method mtp",
-        "driver=host",
-    ): "it reads hidden states, which steps of that driver do not give; "
-    "use method ngram, or driver='device'",
     ("speculative_config", "max_num_seqs=1"): "drafts take rows of the decode batch that no "
     "request uses; raise max_num_seqs",
     **{
         ("speculative_config", name): f"{why}; leave out one"
         for name, why in {
+            "oracle": "it repeats a run, and drafts change the steps",
             "placed outputs": "rejected tokens would change which processor computes experts, and "
             "with that outputs",
             "driver=stream": "a step brings every expert, however few tokens it has",

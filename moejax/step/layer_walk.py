@@ -169,7 +169,8 @@ class LayerWalk:
         output = parts["output", None](params, x, batch, tuple(traces), writes)
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         placed = None if self._processor is None else self._processor.placed
-        return output._replace(staged=staged, arrays=arrays, placed=placed)
+        hidden = x if self._steps.hidden else None
+        return output._replace(staged=staged, arrays=arrays, placed=placed, hidden=hidden)
 
     def _show_routing(self, hooks: Hooks, layer: int, normed: jax.Array, routing: Routing) -> None:
         """Waits for a layer's routing and calls the hooks before its experts."""

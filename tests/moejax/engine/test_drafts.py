@@ -708,12 +708,6 @@ def test_what_does_not_go_together_with_drafts(options, why):
         LLM("demo", speculative_config=NGRAM, progress=False, **LIMITS | options)
 
 
-def test_a_layer_that_drafts_does_not_go_together_with_driver_host():
-    given = {**LIMITS, "driver": "host", "speculative_config": {"method": "mtp"}}
-    with pytest.raises(UserError, match="method mtp and driver=host do not go together"):
-        LLM("demo", **given)
-
-
 def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_alone(tmp_path):
     config = {**NGRAM, "prompt_lookup_min": 1, "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=60, allowed_token_ids=[300, 301])

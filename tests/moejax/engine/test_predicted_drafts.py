@@ -33,21 +33,22 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2, "adaptive":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kv"),
+    ("family", "kv", "more"),
     [
-        ("DeepseekV3ForCausalLM", "96KiB"),
-        pytest.param("Qwen3NextForCausalLM", "512KiB", marks=pytest.mark.nightly),
-        pytest.param("Glm4MoeForCausalLM", "160KiB", marks=pytest.mark.nightly),
+        ("DeepseekV3ForCausalLM", "96KiB", {}),
+        ("DeepseekV3ForCausalLM", "96KiB", {"driver": "host", "prefetch": "fate"}),
+        pytest.param("Qwen3NextForCausalLM", "512KiB", {}, marks=pytest.mark.nightly),
+        pytest.param("Glm4MoeForCausalLM", "160KiB", {}, marks=pytest.mark.nightly),
     ],
 )
-def test_drafts_of_its_own_layer_change_no_bit(family, kv, tmp_path, monkeypatch):
+def test_drafts_of_its_own_layer_change_no_bit(family, kv, more, tmp_path, monkeypatch):
     """With little KV and a third of the experts, sessions, and a layer that runs out of pages. The
     model's steps are those of an engine without drafts, though they return hidden states."""
     model = write_predicted(tmp_path / "m", family)
     options = {"max_num_seqs": 8, "expert_budget": "33%", "kv_budget": kv}
     with open_llm(model, **options) as llm:
         plain = Pair(llm)
-    with open_llm(model, **options, speculative_config=MTP) as llm:
+    with open_llm(model, **options, **more, speculative_config=MTP) as llm:
         drafts = llm.engine.drafts
         assert isinstance(drafts, PredictedDrafts) and llm.engine.runner.steps.hidden
         pair = Pair(llm)
