@@ -3,6 +3,7 @@
 python -m scripts.check fuzz --steps 50000 [--seed 0] [--check-every 4]
                              [--link-rate 4GB/s] [--store both]
                              [--model DIR | --family ARCHITECTURE] [--method mtp]
+                             [--driver host]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -20,6 +21,9 @@ compared up to there, and no others; prefetches are tried again. --store both: e
 numbers read experts from files, the others from memory. The last line counts what was put in the
 way.
 
+With --driver host most bursts have a prefetch, a placement (not of experts in files) or both, or
+stages at random between layers; solo runs have none of them.
+
 --model takes another model than the demo, --family a small random model of that architecture, for
 example Qwen3NextForCausalLM, whose layers keep states. --method mtp drafts by the checkpoint's own
 layer for it, which the random model then has.
@@ -33,6 +37,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import shutil
 import sys
 import tempfile
@@ -47,12 +52,18 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, Stage
+from host_offload.control.rules import BETWEEN_LAYERS, name_of, search_of
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.eviction_names import EVICTION
+from host_offload.policies.placement.placement_names import placement_policy
+from host_offload.policies.placement.rivals import AHEAD, SCHEDULERS
+from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, layer_hooks, spec_of_engine
 from moejax.engine.drafts import Drafts, NgramDrafts
 from moejax.engine.predicted_drafts import PredictedDrafts
 from moejax.engine.statistics import kv_stats
@@ -62,11 +73,11 @@ from moejax.models.hub import model_directory
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from moejax.requests.structured_outputs import StructuredOutputsParams
+from moejax.step.step_parts import TRACE_ARRAYS
 from pallas_kernels.option_text import unknown
 from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from scripts.parts.commands import new_parser, positive, refusing
-from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import show
 from tests.faults import Faults, inject, injected, use_faulty_library
 from tests.moejax.models.families import write_checkpoint
@@ -108,6 +119,8 @@ class Conditions:
     """What is put in the way of transfers beside compute."""
     drafts: tuple[int, int, int] | None = None
     """Most tokens of a draft, and the longest and shortest n-grams; None: no drafts."""
+    ahead: tuple[Policy, ...] = ()
+    """What moves experts between layers."""
 
 
 DELAYED_S = 10e-6
@@ -130,6 +143,33 @@ def draw_drafts(rng: np.random.Generator) -> tuple[int, int, int] | None:
     longest = int(rng.integers(1, 5))
     lengths = int(rng.integers(1, 9)), longest, int(rng.integers(1, longest + 1))
     return lengths if rng.random() < 0.75 else None
+
+
+BETWEEN = "random stages"
+PLACED = "per_token=1us,startup=1us,load=1ms,accelerator=1us,attention=1us"
+
+
+def draw_ahead(rng: np.random.Generator, placed: bool) -> tuple[Policy, ...]:
+    """Draws what moves experts between layers, in most bursts.
+
+    - `placed`: whether there is a second processor.
+    """
+    plain = {n: made for n, made in PREFETCH.plain.items() if search_of([made()]) is None}
+    plain["expert_map"] = functools.partial(ExpertMap, distance=1)  # some models have two layers
+    prefetch, drawn = str(rng.choice([BETWEEN, *plain])), rng.random()
+    scheduler, seed = str(rng.choice([*SCHEDULERS])), int(rng.integers(2**31))
+    predicts = ",predict=gates" if scheduler in AHEAD else ""
+    placement = placement_policy(f"{scheduler},{PLACED}{predicts}")
+    if drawn < 0.25:
+        return ()
+    if placed and drawn < 0.5:
+        return (placement,)
+    if prefetch == BETWEEN:
+        moments = BETWEEN_LAYERS | {Moment.STEP_BEGIN, Moment.STEP_END}
+        return (RandomStages(seed, frozenset(moments)),)
+    found: tuple[Policy, ...] = (plain[prefetch](),)
+    alone = placement.writes.isdisjoint(found[0].writes)
+    return (*found, placement) if placed and alone and drawn < 0.75 else found
 
 
 def draw_conditions(rng: np.random.Generator, rows: int) -> Conditions:
@@ -203,6 +243,21 @@ class RandomStages:
                 kv_pages=least + int(rng.integers(0, 7)),
             )
         return (count + 1, layers, experts, least), decision
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedsAll:
+    """Decides nothing, and has steps give all that a policy may look at."""
+
+    moments: frozenset[Moment] = frozenset({Moment.EMBEDDED, Moment.ROUTED})
+    needs: frozenset[str] = TRACE_ARRAYS | {"router"}
+    writes: frozenset[str] = frozenset()
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        return state, Decision()
 
 
 # ---- requests
@@ -452,6 +507,11 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
             conditions = dataclasses.replace(conditions, transfers=drawn)
         drawn = draw_drafts(np.random.default_rng([seed, number, burst, 1]))
         conditions = dataclasses.replace(conditions, drafts=drawn)
+        if engine.runner.steps.driver == "host":
+            drawn = np.random.default_rng([seed, number, burst, 2])
+            ahead = draw_ahead(drawn, engine.runner.steps.second is not None)
+            conditions = dataclasses.replace(conditions, ahead=ahead, stages=not ahead)
+            counts.update(f"bursts with {name_of(policy)}" for policy in ahead)
         apply(llm, conditions, seed=int(rng.integers(2**31)))
         arriving = conditions.requests
         with failing(llm, rng, conditions.failures):
@@ -505,25 +565,30 @@ def reset(llm: LLM, cells: list[int], kv_slots: int, *, eviction: str = "lru") -
     engine.set_budget(cells, kv_slots)
 
 
-_OWN: WeakKeyDictionary[LLM, Drafts | None] = WeakKeyDictionary()
-"""The drafts with which an engine started."""
+_OWN: WeakKeyDictionary[LLM, tuple[Drafts | None, np.ndarray | None]] = WeakKeyDictionary()
+"""The drafts with which an engine started, and its routers, where policies see them."""
 
 
 def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    engine.control = None
-    lengths, own = conditions.drafts, _OWN.setdefault(llm, engine.drafts)
+    if llm not in _OWN:
+        router = None if engine.control is None else engine.control.controller.spec.router
+        _OWN[llm] = engine.drafts, router
+    engine.control = engine.hooks = None
+    lengths, (own, router) = conditions.drafts, _OWN[llm]
     engine.drafts = None if lengths is None else NgramDrafts(*lengths, adaptive=False)
     if lengths is not None and isinstance(own, PredictedDrafts):
         own.counts.clear()
         engine.drafts = own
     if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
-    if conditions.stages:
-        policies, length = [RandomStages(seed)], scheduler.max_model_len
-        controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
+    if policies := (RandomStages(seed),) if conditions.stages else conditions.ahead:
+        spec = spec_of_engine(engine.runner, max_model_len=scheduler.max_model_len, seed=seed)
+        controller = Controller(dataclasses.replace(spec, router=router), policies)
         engine.control = control_of(engine.runner, controller, engine.resizer)
+        if engine.control is not None:
+            engine.hooks = layer_hooks(engine.control, engine.runner)
     scheduler.overflow = scheduler.sessions.overflow = conditions.overflow
     scheduler.admission = conditions.admission
     scheduler.prefixes.enabled = conditions.prefix_caching
@@ -726,13 +791,17 @@ def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LL
     stated = args.link_rate is not None or args.link_latency is not None
     transfers, drafts = queue if stated else None, {"method": args.method, "adaptive": False}
     given = {"dtype": args.dtype, "transfers": transfers, "speculative_config": drafts, **SMALL}
+    placed: dict[str, Any] = {}
+    if args.driver == "host":
+        given |= {"driver": "host", "policies": (NeedsAll(),)}
+        placed = {"placement": f"prescope,{PLACED}"}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
     model = Path(model_directory(args.model))
     if args.family is not None:
         write = write_checkpoint if args.method == "ngram" else write_predicted
         model = random_family(folder / "family", args.family, model, write)
     if args.store in ("memory", "both"):
-        yield LLM(model, **given)
+        yield LLM(model, **given, **placed)
     if args.store in ("file", "both"):
         converted = convert(model, folder / "converted").directory
         yield LLM(str(converted), store="file", **{**given, "transfers": queue})
@@ -808,6 +877,7 @@ def asked(args: argparse.Namespace) -> str:
         "model",
         "family",
         "method",
+        "driver",
         "dtype",
         "store",
         "link_rate",
@@ -852,6 +922,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="demo", metavar="DIR", help="(default: %(default)s)")
     add("--family", metavar="ARCHITECTURE", help="of a small random model (default: --model)")
     add("--method", choices=("ngram", "mtp"), default="ngram", help="of drafts (default: ngram)")
+    add("--driver", choices=("device", "host"), default="device", help="(default: device)")
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
     add(
         "--store",

@@ -50,6 +50,16 @@ def test_a_sample_with_states(capsys):
     assert not missing, summary
 
 
+@pytest.mark.nightly
+@NATIVE
+def test_a_sample_with_prefetches_placements_and_drafts(capsys):
+    given = ["--steps", "1500", "--driver", "host", "--check-every", "16"]
+    (summary,) = json_lines(capsys, fuzz_engine.main, *given)
+    wanted = ("bursts with PlacementPolicy", "staged transfers", "drafts: accepted")
+    missing = [name for name in wanted if not summary["counts"][name]]
+    assert not missing, summary
+
+
 # ---- what it found
 
 
