@@ -270,8 +270,8 @@ class Observation(PageUse):
 
     At STEP_END, INTERVAL and TURN_END, rows (request to gate_input) are those of the step just
     read, with M = L layers. From EMBEDDED to EXPERTS_BEGIN they are those of the step in progress:
-    request, user, position, phase and embedding; at ROUTED and EXPERTS_BEGIN also ids, weights,
-    counts, probs and gate_input of the one layer (M = 1).
+    request, user, position, phase, token, draft_token and embedding; at ROUTED and EXPERTS_BEGIN
+    also ids, weights, counts, probs and gate_input of the one layer (M = 1).
     """
 
     moment: Moment
@@ -311,6 +311,13 @@ class Observation(PageUse):
     """float16[N, M, S]: the router's input, the normalised hidden state (S = D)."""
     embedding: np.ndarray = NOT_SHOWN
     """float16[N, D]: embedding of the input token."""
+    token: np.ndarray = NOT_SHOWN
+    """int32[N]: the input token; −1: not known."""
+    draft_token: np.ndarray = NOT_SHOWN
+    """int32[D]: tokens of drafts: between layers, all that the step verifies beside the rows; once
+    it was read, the rejected ones."""
+    draft_ids: np.ndarray = NOT_SHOWN
+    """int16[D, L, k]: experts that rejected drafts chose."""
 
     version: np.ndarray = NOT_SHOWN
     """int8[L, E]: resident version; −1: absent."""
@@ -409,7 +416,7 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Six more attributes are optional:
+    Seven more attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy
@@ -419,6 +426,8 @@ class Policy(Protocol):
     - `search`: a MapSearch: decode steps choose transfers themselves, by expert maps that the
       policy writes. Only with driver="device".
     - `active(state)`: those of its moments at which it wants to be asked now; without it, all.
+    - `learn(state, seen)`: the state after STEP_END. `policy="auto"` asks for it also while other
+      arms run, and predicts from it on: it gives that state to the policy's field `begun`.
     - `rests(state, glance)`: the state after a step of which a step_record.Glance tells it all, or
       None to be asked. Where every policy rests, steps cost little.
     """

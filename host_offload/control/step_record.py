@@ -94,7 +94,7 @@ class Column(NamedTuple):
     """How a trace keeps a field, and whether policies see it."""
 
     per: str
-    """A row per `token` or per `step`."""
+    """A row per `token`, per `step`, or per `draft`: a token of a rejected draft."""
     dtype: Any
     """In the trace."""
     row: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Column(NamedTuple):
     seen: str | None = None
     """Field of an Observation; None: policies do not see it."""
     optional: bool = False
-    """The trace has it if its header's field of the same name is not 0."""
+    """The trace has it if its header's member of the same name is not 0."""
 
 
 class StepRecord(NamedTuple):
@@ -169,6 +169,19 @@ class StepRecord(NamedTuple):
         Column("token", np.float16, ("embedding",), seen="embedding", optional=True),
     ] = None
     """float16[N, D]: embedding of the input token."""
+    token: Annotated[np.ndarray | None, Column("token", np.int32, seen="token", optional=True)] = (
+        None
+    )
+    """int32[N]: the input token; −1: not known, as of a request that was aborted."""
+    draft_token: Annotated[
+        np.ndarray | None, Column("draft", np.int32, seen="draft_token", optional=True)
+    ] = None
+    """int32[D]: tokens of rejected drafts."""
+    draft_ids: Annotated[
+        np.ndarray | None,
+        Column("draft", np.int16, ("layers", "top_k"), seen="draft_ids", optional=True),
+    ] = None
+    """int16[D, L, k]: experts that they chose."""
     placed: Annotated[
         np.ndarray | None, Column("step", np.uint8, ("layers", "experts/8"), optional=True)
     ] = None
@@ -196,6 +209,9 @@ class StepRows(NamedTuple):
     position: np.ndarray
     phase: np.ndarray
     embedding: np.ndarray | None = None
+    token: np.ndarray | None = None
+    draft_token: np.ndarray | None = None
+    """int32[D]: tokens of all drafts, none of which is rejected yet."""
 
 
 class LayerRouting(NamedTuple):

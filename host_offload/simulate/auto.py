@@ -210,8 +210,12 @@ class Watched(NamedTuple):
     """bool[S, L, E]: experts that a miss brings in a shadow's version; None: all."""
     reuse: np.ndarray | None = None
     """float64[L, E]: Shadows.distances of late, for cells by layer."""
+    taught: Mapping[tuple[int, int], Any] = {}
+    """(arm, policy) → what it learned of all steps, of policies with `learn`."""
     tables: Residency | None = None
     """Before the window, with a prefetch or placement among the arms."""
+    known: Mapping[tuple[int, int], Any] = {}
+    """`taught` before the window."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Measured over predicted seconds of computing and of moves."""
     seconds: float = 0.0
@@ -412,6 +416,12 @@ class Auto:
             reuse=reuse,
             ratios=self.ratios,
             said=said,
+            taught={
+                (arm, i): policy.init(spec)
+                for arm, each in enumerate(self.policies)
+                for i, policy in enumerate(each)
+                if hasattr(policy, "learn")
+            },
         )
 
     def _is_lossy(self, arm: int, versions: Sequence[int]) -> bool:
@@ -452,6 +462,9 @@ class Auto:
         state, asked = self._ask(state, seen)
         if seen.moment != Moment.STEP_END:
             return state, asked
+        learners: Any = self.policies  # a policy need not have `learn`
+        taught = {p: learners[p[0]][p[1]].learn(s, seen) for p, s in state.taught.items()}
+        state = state._replace(taught=taught)
         state, own = self._end_step(state, self._glance(seen), seen)
         if not (said := _parts(own)):
             return state, asked
@@ -504,7 +517,8 @@ class Auto:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
-            return state._replace(seconds=seen.seconds, tables=tables_of(whole)), _NOTHING
+            begun = {"tables": tables_of(whole), "known": state.taught}
+            return state._replace(seconds=seen.seconds, **begun), _NOTHING
         else:
             state = self._watch(state, seen, whole)
         fits = seen.decode and (state.fresh == 0 or state.held == 1)
@@ -801,7 +815,7 @@ class Auto:
         steps = [record for record in records if record is not None]
         found = [
             predict_recent(steps, policies, state.spec, tables, self.costs, self.link)
-            for policies in self.predicted
+            for policies in self._begun(state)
         ]
         late = slice(len(steps) // 2, None)
         held = np.stack([run.tables.address >= 0 for run in found])
@@ -812,6 +826,13 @@ class Auto:
             np.stack([run.moves_s[late] for run in found]),
             np.count_nonzero(held & ~held[state.arm], axis=(1, 2)),
         )
+
+    def _begun(self, state: Watched) -> list[list[Policy]]:
+        """Returns `predicted`, of which policies that learn begin with what the window found."""
+        found: Any = [[*policies] for policies in self.predicted]
+        for (arm, i), learned in state.known.items():
+            found[arm][i] = dataclasses.replace(found[arm][i], begun=learned)
+        return found
 
     def _switch(
         self, state: Watched, arm: int, prices: Prices, priced: Priced, fitted: Decision
@@ -824,7 +845,10 @@ class Auto:
         state = state._replace(
             arm=arm,
             held=0,
-            inner=tuple(policy.init(state.spec) for policy in self.policies[arm]),
+            inner=tuple(
+                state.taught[arm, i] if (arm, i) in state.taught else policy.init(state.spec)
+                for i, policy in enumerate(self.policies[arm])
+            ),
             switches=state.switches + 1,
             switched=state.switched + moved,
             said=said,

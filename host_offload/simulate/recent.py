@@ -106,6 +106,7 @@ def predict_recent(
         probabilities=first.probabilities is not None,
         gate_input=width,
         embedding=0 if first.embedding is None else first.embedding.shape[1],
+        token=first.token is not None,
         absent=("step.start_s", "step.read_s"),
     )
     trace = Recent(Path("recent"), header, True, (), tuple(records))

@@ -530,8 +530,8 @@ class SimulatedEngine:
 
 
 def _without_drafts(step: StepRecord) -> StepRecord:
-    """Returns the step as policies see it between layers: with a token of each request, since
-    nothing is known of its drafts. Accepted ones follow that token."""
+    """Returns the step as policies see it between layers: with a token of each request, which those
+    of accepted drafts follow, and with the tokens of all drafts."""
     if step.kind != "decode" or step.request is None or step.position is None:
         return step
     order = np.lexsort((step.position, step.request))
@@ -540,7 +540,11 @@ def _without_drafts(step: StepRecord) -> StepRecord:
         return step
     own = np.sort(order[first])
     by_token = {n: getattr(step, n) for n, column in COLUMNS.items() if column.per == "token"}
-    return step._replace(**{n: a[own] for n, a in by_token.items() if a is not None})
+    seen = step._replace(**{n: a[own] for n, a in by_token.items() if a is not None})
+    if step.token is None or step.draft_token is None:
+        return seen
+    accepted = np.delete(step.token, own)
+    return seen._replace(draft_token=np.concatenate([accepted, step.draft_token]))
 
 
 def by_step(budgets: Iterable[BudgetMove]) -> Mapping[int, Sequence[BudgetMove]]:
@@ -575,5 +579,5 @@ def _check_array(header: TraceHeader, name: str, what: str, field: str | None = 
     if COLUMNS[field].optional and not getattr(header, field):
         raise TraceError(
             f"{what} {name!r}, which this trace does not have; record one with --trace "
-            f"DIR,arrays={name}"
+            f"DIR,arrays={'token' if name.startswith('draft_') else name}"
         )

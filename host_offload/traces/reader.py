@@ -81,8 +81,10 @@ class Chunk:
     def step_traces(self) -> Iterator[StepRecord]:
         """Yields the steps in order; their arrays are views of the chunk's."""
         arrays = {name: self.array(name) for name in columns(self.header)}
-        token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
-        step = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("step.")}
+        token, step, draft = (
+            {n.split(".")[1]: a for n, a in arrays.items() if n.startswith(f"{per}.")}
+            for per in ("token", "step", "draft")
+        )
         for name in {*BITS} & step.keys():
             step[name] = np.unpackbits(
                 step[name], axis=2, count=self.header.experts, bitorder="little"
@@ -97,10 +99,13 @@ class Chunk:
                 f"{self.path}: the steps have {ends[-1] if ends else 0} tokens, {routed} were "
                 "routed; copy the trace again"
             )
+        drafted = np.cumsum(step.pop("drafts", np.zeros_like(counts)), dtype=np.int64).tolist()
         for i, end in enumerate(ends):
             begin = ends[i - 1] if i else 0
             fields: dict[str, Any] = dict(absent)
             fields |= {name: array[begin:end] for name, array in token.items()}
+            first = drafted[i - 1] if i else 0
+            fields |= {name: array[first : drafted[i]] for name, array in draft.items()}
             for name, array in step.items():
                 fields[name] = array[i] if array.ndim > 1 else array[i].item()
             if "kind" in step:
@@ -121,7 +126,7 @@ class Chunk:
         if metadata.get("trace") != self.trace_id or metadata.get("chunk") != str(self.number):
             raise self._error("belongs to another trace or was renamed")
         for name, (dtype, row) in columns(self.header).items():
-            rows = int(metadata["tokens" if name.startswith("token.") else "steps"])
+            rows = int(metadata[f"{name.split('.')[0]}s"])
             kind = "BOOL" if dtype == np.bool_ else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
             wanted = kind, [rows, *row]  # as safetensors says it
             if name not in file.keys():  # noqa: SIM118 (not a mapping)
@@ -275,7 +280,7 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             "moejax that wrote it"
         )
     try:
-        said = {"rejected": False, **found}
+        said = {"rejected": False, "token": False, **found}
         header = TraceHeader(**{f.name: said[f.name] for f in dataclasses.fields(TraceHeader)})
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])

@@ -47,6 +47,7 @@ class TraceHeader:
     - `gate_input`, `embedding`: width of the recorded router inputs and embeddings, 0 for none.
     - `placed`: whether the experts that a second processor computed are recorded.
     - `rejected`: whether those that rejected drafts chose are recorded. Older traces do not say.
+    - `token`: whether input tokens are recorded, and tokens and experts of rejected drafts.
     - `absent`: columns that the trace does not have since it was converted or generated.
     - `uses`: columns of a step's use, of which older traces have fewer.
     """
@@ -65,6 +66,7 @@ class TraceHeader:
     embedding: int = 0
     placed: bool = False
     rejected: bool = False
+    token: bool = False
     absent: Sequence[str] = ()
     uses: Sequence[str] = USES
 
@@ -79,6 +81,13 @@ class TraceHeader:
             raise ValueError(
                 f"{', '.join(sorted(unknown))} cannot be absent; what can is {', '.join(known)}"
             )
+
+    @property
+    def draft_token(self) -> bool:
+        """Whether rows of rejected drafts are recorded."""
+        return self.token
+
+    draft_ids = draft_token
 
 
 class TransferTrace(NamedTuple):
@@ -120,11 +129,12 @@ class BudgetMove(NamedTuple):
 
 
 def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns the arrays of a chunk that have a row per token or per step: name → (dtype, shape of
-    a row)."""
+    """Returns the arrays of a chunk: name → (dtype, shape of a row)."""
     rows = _columns(header, optional=False)
     rows["step.tokens"] = np.dtype(np.int32), ()
     rows |= _columns(header, optional=True)
+    if header.draft_token:
+        rows["step.drafts"] = np.dtype(np.int32), ()
     return {name: row for name, row in rows.items() if name not in header.absent}
 
 

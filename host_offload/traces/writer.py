@@ -88,7 +88,7 @@ class TraceWriter:
         self._chunk = _ChunkParts()
         self._bytes = self._unpacked_bytes = 0
         """Bytes of the chunk, and of its records that are not packed."""
-        self._row_bytes = {"token": 0, "step": 0}
+        self._row_bytes = {"token": 0, "step": 0, "draft": 0}
         for name, (dtype, row) in self._columns.items():
             self._row_bytes[name.split(".")[0]] += dtype.itemsize * int(np.prod(row))
         self._pending: Future | None = None
@@ -114,6 +114,7 @@ class TraceWriter:
             raise ValueError(f"{found} of a step of {wanted[0]} tokens must be {wanted}")
         self._records.append(step)
         nbytes = wanted[0] * self._row_bytes["token"] + self._row_bytes["step"]
+        nbytes += _count_drafts(step) * self._row_bytes["draft"]
         self._bytes += nbytes
         self._unpacked_bytes += nbytes
         if self._bytes >= self._chunk_bytes:
@@ -248,7 +249,7 @@ class _ChunkParts:
         self.packed: list[dict[str, np.ndarray]] = []
         self.finished: list[tuple[int, tuple[int, ...]]] = []
         self.lines: list[tuple[str, str]] = []
-        self.steps = self.tokens = 0
+        self.steps = self.tokens = self.drafts = 0
 
     def pack(self, steps: Sequence[StepRecord], columns: Columns) -> None:
         """Packs steps into the chunk's arrays."""
@@ -257,11 +258,13 @@ class _ChunkParts:
             per, field = name.split(".")
             if field == "tokens":
                 values: list[Any] = [len(step.user) for step in steps]
+            elif field == "drafts":
+                values = [*map(_count_drafts, steps)]
             elif field == "kind":
                 values = [KINDS.index(step.kind) for step in steps]
             else:
                 values = [getattr(step, field) for step in steps]
-            array = np.concatenate(values) if per == "token" else np.array(values)
+            array = np.array(values) if per == "step" else np.concatenate(values)
             if field in BITS:
                 array = np.packbits(array, axis=2, bitorder="little")
             arrays[name] = array.astype(dtype, copy=False)
@@ -269,6 +272,7 @@ class _ChunkParts:
         self.finished += [(step.number, step.finished) for step in steps if step.finished]
         self.steps += len(steps)
         self.tokens += sum(len(step.user) for step in steps)
+        self.drafts += sum(map(_count_drafts, steps))
 
     def encode(self, columns: Columns, metadata: Mapping[str, str]) -> bytes:
         """The chunk as safetensors."""
@@ -278,9 +282,13 @@ class _ChunkParts:
             else np.empty((0, *row), dtype)
             for name, (dtype, row) in columns.items()
         }
-        counts = {"steps": str(self.steps), "tokens": str(self.tokens)}
+        counts = {name: str(getattr(self, name)) for name in ("steps", "tokens", "drafts")}
         finished = {"finished": json.dumps(self.finished)}
         return save(arrays, {"format": FORMAT, **metadata, **counts, **finished})
+
+
+def _count_drafts(step: StepRecord) -> int:
+    return 0 if step.draft_token is None else len(step.draft_token)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -208,8 +208,21 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
         user=np.repeat(user, lengths),
         position=position.astype(np.int32),
         phase=np.full(len(place), phase, np.uint8),
+        token=np.array(_input_tokens(work, requests, position), np.int32),
+        draft_token=np.array([t for d in work.drafts for t in d.tokens[d.accepted :]], np.int32),
     )
     return PlacedRows(place, rows)
+
+
+def _input_tokens(
+    work: ScheduledWork, requests: Sequence[Request], position: np.ndarray
+) -> list[int]:
+    """Returns the token of each row; −1: its request was aborted before it was known."""
+    if not work.rows:
+        spans = ((c.request, c.start + c.skip, c.start + c.length) for c in work.chunks)
+        return [token for request, *span in spans for token in request.tokens(*span)]
+    pairs = zip(requests, position.tolist(), strict=True)
+    return [(request.tokens(p, p + 1) or [-1])[0] for request, p in pairs]
 
 
 def _places(work: ScheduledWork, shapes: StepShapes) -> np.ndarray:
@@ -248,12 +261,14 @@ def step_record(
     # Copied one by one: the step has ended, and traversing a pytree costs more than the copies.
     ids = np.asarray(output.routing.ids)
     place, placed = step.placed or placed_rows(work, step.positions, shapes)
-    weights, moved, rejected = _NONE, _NONE, None
+    weights, moved, rejected, draft_ids = _NONE, _NONE, None, None
     if needs is None or "weights" in needs:
         weights = np.asarray(output.routing.weights).transpose(1, 0, 2)[place]
     if needs is None:
         moved = moved_bytes(step, paging, results.demand, runner.link_bytes)
         rejected = rejected_experts(work, ids, missed.shape)
+    if needs is None or "draft_ids" in needs:
+        draft_ids = ids.transpose(1, 0, 2)[work.rejected_rows()].astype(np.int16)
     if work.rows:
         rows, waves = output.logits.shape[0], 1
     else:
@@ -288,6 +303,9 @@ def step_record(
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         placed=output.placed,
+        token=placed.token,
+        draft_token=placed.draft_token,
+        draft_ids=draft_ids,
         rejected=rejected,
         ahead=entries_ahead(output),
         **arrays,

@@ -80,7 +80,7 @@ class Settings:
             return ()
         prefetch, placement = policy.prefetch, self.placement
         if prefetch is placement is None:
-            return *GATED, "layer-streaming"
+            return *GATED, "tokens", "layer-streaming"
         placed = None if placement is None else f"{PLACED}{placement}"
         named = [arm for arm in (prefetch, placed) if arm is not None]
         return (*named, "+".join(named)) if len(named) > 1 else tuple(named)

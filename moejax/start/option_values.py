@@ -259,8 +259,8 @@ class Recording:
 
     directory: str | os.PathLike[str]
     arrays: tuple[str, ...] = setting(
-        "large arrays for every token, NAME+NAME of probs, gate_input and embedding: the router's "
-        "scores of all experts, its input, the token's embedding",
+        "arrays for every token, NAME+NAME of probs, gate_input, embedding and token: the router's "
+        "scores of all experts, its input, the token's embedding, the token",
         words,
         default=(),
     )

@@ -204,9 +204,9 @@ class PolicyOptions:
     prefetch: str | None = same_bits(
         "which experts are fetched before they are needed. With either driver: random, or "
         "deepspeed (none); with --driver device: expert_map_in_step[=FILE]; with --driver host: "
-        "expert_map, moe-infinity, fate, mixtral-offloading, coactivation, layer-streaming, "
-        "promoe=FILE, learned=FILE, learned_online=FILE, expertflow=FILE. FILE is what `moejax "
-        "train-predictor` wrote (docs/explanation/policies.md; default: none)",
+        "expert_map, moe-infinity, fate, mixtral-offloading, coactivation, tokens, "
+        "layer-streaming, promoe=FILE, learned=FILE, learned_online=FILE, expertflow=FILE. FILE is "
+        "what `moejax train-predictor` wrote (docs/explanation/policies.md; default: none)",
         default=None,
         common=True,
         metavar="NAME[=PATH]",

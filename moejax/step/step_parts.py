@@ -336,13 +336,15 @@ class TraceArrays(NamedTuple):
 
 
 TRACE_ARRAYS = frozenset(TraceArrays._fields)
+RECORDED_ARRAYS = TRACE_ARRAYS | {"token"}
+"""What a trace has on request. Input tokens are known without the step."""
 
 
 def check_trace_arrays(names: Iterable[str]) -> frozenset[str]:
-    """Returns the names as a set. Raises UserError for a name that is none of TRACE_ARRAYS."""
+    """Returns the names as a set. Raises UserError for a name that is none of RECORDED_ARRAYS."""
     given = frozenset(names)
-    for name in sorted(given - TRACE_ARRAYS):
-        raise UserError(unknown("array of a trace", name, TraceArrays._fields))
+    for name in sorted(given - RECORDED_ARRAYS):
+        raise UserError(unknown("array of a trace", name, sorted(RECORDED_ARRAYS)))
     return given
 
 

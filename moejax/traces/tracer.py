@@ -136,7 +136,7 @@ def start_trace(
 
     - `spec`: the engine as policies see it.
     - `settings`: what else decided the run (eviction, budgets), for people; kept unchanged.
-    - `arrays`: those of TRACE_ARRAYS to record; the runner must give them out.
+    - `arrays`: those of RECORDED_ARRAYS to record; the runner must give out those of steps.
 
     Raises UserError for a directory that is not new or cannot be written.
     """
@@ -175,6 +175,7 @@ def start_trace(
         embedding=config.hidden_size if "embedding" in arrays else 0,
         placed=runner.steps.second is not None,
         rejected=runner.steps.drafts,
+        token="token" in arrays,
     )
     return Tracer(TraceWriter(directory, header))
 

@@ -155,6 +155,7 @@ def trace_arrays() -> str:
         for name, column in COLUMNS.items()
     ]
     rows.append(("`step.tokens`", "int32[steps]", "Token rows of the step."))
+    rows.append(("`step.drafts`", "int32[steps]", "Optional. Tokens of its rejected drafts."))
     return table(("array", "type", "meaning"), rows)
 
 

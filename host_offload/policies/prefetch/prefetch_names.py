@@ -26,6 +26,7 @@ PREFETCH = Registry(
         "oracle": "oracle:Oracle",
         "promoe": "promoe:ProMoE",
         "random": "random_prefetch:RandomPrefetch",
+        "tokens": "tokens:TokenPrefetch",
     },
 )
 """The names of LLM(prefetch=…) and --prefetch, as NAME or NAME=PATH."""

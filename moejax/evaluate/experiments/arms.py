@@ -44,7 +44,7 @@ from moejax.evaluate.experiments.policy_file import (
     make_policy,
 )
 from moejax.step.buddies import COVER, MOST, SPREAD, read_buddies
-from moejax.step.step_parts import TRACE_ARRAYS
+from moejax.step.step_parts import RECORDED_ARRAYS
 from pallas_kernels.option_text import parse_pairs
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
@@ -279,8 +279,8 @@ class Arm:
 
     @property
     def arrays(self) -> frozenset[str]:
-        """Arrays that steps must output for it."""
-        return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
+        """Arrays that it needs of steps."""
+        return RECORDED_ARRAYS & {need for policy in self.policies for need in policy.needs}
 
     @property
     def simulated_arrays(self) -> frozenset[str]:
@@ -334,7 +334,7 @@ def _read_policy(
         module = load_module((home / place).resolve(), where)
         made: Callable[..., Any] = find_class(module, class_name, where)
         if learns:
-            arrays = TRACE_ARRAYS & getattr(made, "needs", frozenset())
+            arrays = RECORDED_ARRAYS & getattr(made, "needs", frozenset())
             made = (
                 getattr(made, "fit", None) or getattr(module, "fit", None) or _no_fit(where, made)
             )

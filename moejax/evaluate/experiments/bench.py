@@ -166,7 +166,7 @@ class EngineBench:
         measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
         for cell in cells:
             if self.plan.steps.buddies is None and _place(cell) not in self._traces:
-                path = self._root / _trace_name(cell, self._precision, self.plan.steps.trace_arrays)
+                path = self._root / _trace_name(cell, self._precision, _recorded(self.plan))
                 self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
         if any(cell.mode == "predicted" for cell in cells):
             self.costs = _costs(self.experiment, next(iter(self._traces.values())))
@@ -254,7 +254,7 @@ class EngineBench:
         engine.begin_anew(plan.spec, (), plan.cells if cells is None else cells)
         directory.parent.mkdir(parents=True, exist_ok=True)
         about = {"model": self.experiment.model, "eviction": "lru", "prefetch": None}
-        arrays = plan.steps.trace_arrays
+        arrays = _recorded(plan)
         engine.tracer = start_trace(
             directory, engine.runner, plan.spec, settings=about, arrays=arrays
         )
@@ -392,6 +392,11 @@ def _costs(experiment: Experiment, trace: Trace) -> CostModel:
 
 def _place(cell: Cell) -> Place:
     return cell.text, cell.batch, cell.prompt_tokens, cell.seed
+
+
+def _recorded(plan: StartPlan) -> frozenset[str]:
+    """The optional arrays of the traces of an engine."""
+    return plan.steps.trace_arrays | plan.settings.trace_arrays
 
 
 def _trace_name(cell: Cell, precision: str, arrays: frozenset[str]) -> str:

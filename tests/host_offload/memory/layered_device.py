@@ -77,6 +77,6 @@ class LayeredDevice:
     def _ask(
         self, moment: Moment, layer: int, step: StepRecord, routing: LayerRouting | None
     ) -> None:
-        rows = StepRows(step.request, step.user, step.position, step.phase, step.embedding)
+        rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
         if entries := self.control.between_layers(moment, layer, rows, routing):
             self.staged[-1] += self.device.carry_out(entries, coming=max(layer, 0))

@@ -41,7 +41,7 @@ def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Tr
     """Steps of tokens of these kinds; row r is of request r, which ends with the last step."""
     plain = write_trace(directory / "plain", [ROUTES[step] for step in kinds], EXPERTS)
     spec = {**plain.header.spec, "hidden": KINDS, "slots": 40}
-    arrays = {"gate_input": KINDS, "embedding": KINDS, "probabilities": True}
+    arrays = {"gate_input": KINDS, "embedding": KINDS, "probabilities": True, "token": True}
     facts = {"spec": spec, **arrays, "absent": (), **header}
     absent = {column.split(".")[1]: None for column in facts["absent"]}
 
@@ -53,6 +53,9 @@ def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Tr
             gate_input=np.repeat(kind[:, None], LAYERS, axis=1) if facts["gate_input"] else None,
             embedding=kind if facts["embedding"] else None,
             probabilities=PROBABILITIES[tokens] if facts["probabilities"] else None,
+            token=np.array(tokens, np.int32),
+            draft_token=np.zeros(0, np.int32),
+            draft_ids=np.zeros((0, LAYERS, TOP_K), np.int16),
             finished=tuple(range(len(tokens))) if step.number == len(kinds) - 1 else (),
         )
         return step._replace(**absent)

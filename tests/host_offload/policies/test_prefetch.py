@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,10 @@ from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
 from host_offload.policies.prefetch.oracle import clairvoyant_of, oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.policies.prefetch.tokens import TokenPrefetch
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
+from tests.host_offload.control import policy_runs
 from tests.host_offload.policies.kinds import (
     EXPERTS,
     KINDS,
@@ -42,6 +45,7 @@ from tests.host_offload.policies.kinds import (
     ROUTER,
     ROUTES,
     TOP_K,
+    experts,
     routed,
     trace_of_kinds,
     wanted,
@@ -67,7 +71,7 @@ def test_names():
         "coactivation, deepspeed, expert_map, expert_map_in_step, expertflow, fate, "
         "layer-streaming, learned, learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
     )
-    assert [*PREFETCH] == [*known.split(", "), "random"]
+    assert [*PREFETCH] == [*known.split(", "), "random", "tokens"]
     learns = {"coactivation", "expert_map", "expert_map_in_step", "expertflow", "learned"}
     assert {*PREFETCH.fits} == learns | {"moe-infinity", "promoe"}
     assert PREFETCH.from_path == {*PREFETCH.fits, "learned_online", "oracle"}
@@ -93,6 +97,95 @@ def test_names():
 def test_names_that_are_refused(name, match):
     with pytest.raises(ValueError, match=match):
         PREFETCH.parse(name)
+
+
+# ---- tokens
+
+
+FACTS = policy_runs.spec(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+
+
+def everywhere(*kinds: int) -> set[tuple[int, int]]:
+    return set().union(*(experts(layer, *kinds) for layer in range(LAYERS)))
+
+
+def tokens_seen(moment: Moment, token, draft=(), layer: int = -1, **fields) -> Observation:
+    """A token of kind n chooses what kind n does."""
+    ids = {"ids": ROUTES[[*token]], "draft_ids": ROUTES[[*draft]]}
+    known = {
+        "token": np.array(token),
+        "draft_token": np.array(draft, np.int32),
+        "request": np.arange(len(token)),
+        "position": np.full(len(token), 7),
+        "phase": np.ones(len(token), np.uint8),
+        **(ids if moment == Moment.STEP_END else {}),
+        **fields,
+    }
+    return Observation(moment, 0, 0, 0, -1, layer, 0.0, **known)
+
+
+def what_is_wanted(policy: TokenPrefetch, state, *given, **fields) -> list[tuple[int, int]]:
+    return wanted(policy.decide(state, tokens_seen(Moment.EMBEDDED, *given, **fields))[1])
+
+
+def after(policy: TokenPrefetch, *steps: Observation):
+    state = policy.init(FACTS)
+    for step in steps:
+        before = pickle.dumps(state)
+        following, decision = policy.decide(state, step)
+        assert pickle.dumps(state) == before and decision.stages is None
+        state = following
+    return state
+
+
+def test_tokens_of_a_step_and_its_drafts_bring_what_they_chose_when_last_seen():
+    policy = TokenPrefetch()
+    state = after(policy, tokens_seen(Moment.STEP_END, [0, 1], [2]))
+    for token, draft in (([0], ()), ([3], [1]), ([1], [2]), ([3], ())):
+        kinds = [kind for kind in (*token, *draft) if kind != 3]
+        found = what_is_wanted(policy, state, token, draft)
+        assert {*found} == everywhere(*kinds) and len(found) == len({*found})
+        assert [layer for layer, _ in found] == sorted(layer for layer, _ in found)
+    assert what_is_wanted(policy, state, [0], phase=np.zeros(1, np.uint8)) == []
+    state = after(policy, tokens_seen(Moment.STEP_END, [0]))
+    other = tokens_seen(Moment.STEP_END, [0], ids=ROUTES[[4]])
+    state, _ = policy.decide(state, other)
+    assert {*what_is_wanted(policy, state, [0])} == everywhere(4)
+
+
+def test_experts_of_most_rows_come_first_and_those_of_layers_that_are_past_not_at_all():
+    policy = TokenPrefetch()
+    state = after(policy, tokens_seen(Moment.STEP_END, [0, 1]))
+    state, decision = policy.decide(state, tokens_seen(Moment.EMBEDDED, [0], [1, 1]))
+    found = wanted(decision)
+    assert {*found[:TOP_K]} == experts(0, 1)
+    for layer in range(LAYERS):
+        state, decision = policy.decide(state, tokens_seen(Moment.ROUTED, [0], layer=layer))
+        assert wanted(decision) == [place for place in found if place[0] > layer]
+
+
+def test_what_a_token_chose_last_counts_in_a_sequence_and_before_a_rejected_draft():
+    policy = TokenPrefetch()
+    rows = {"request": np.zeros(3, np.int32), "ids": ROUTES[[1, 2, 3]]}
+    for order in ([0, 1, 2], [1, 2, 0]):
+        step = tokens_seen(Moment.STEP_END, [0, 0, -1], **rows, position=np.array([5, 9, 8]))
+        shown = {name: getattr(step, name)[order] for name in ("token", "ids", "position")}
+        state = after(policy, dataclasses.replace(step, **shown))
+        assert {*what_is_wanted(policy, state, [0])} == everywhere(2)
+        assert [*state.known] == [0]  # what is not known teaches nothing
+    step = tokens_seen(Moment.STEP_END, [0], [0], ids=ROUTES[[1]], draft_ids=ROUTES[[2]])
+    assert np.array_equal(after(policy, step).known[0], ROUTES[1])
+
+
+def test_only_so_many_tokens_are_remembered_and_the_longest_unseen_goes():
+    policy = TokenPrefetch(capacity=2)
+    one = [tokens_seen(Moment.STEP_END, [token]) for token in (0, 1, 0, 2)]
+    state = after(policy, *one)
+    assert [*state.known] == [0, 2]
+    assert all(ids.base is None for ids in state.known.values())  # no view of a whole step
+    assert policy.memory(FACTS) == 2 * LAYERS * TOP_K * 2
+    with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
+        TokenPrefetch(capacity=0).init(FACTS)
 
 
 # ---- co-activation

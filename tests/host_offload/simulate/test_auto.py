@@ -33,7 +33,7 @@ from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from host_offload.traces.schema import TraceError
 from tests.host_offload.control.policy_runs import spec
-from tests.host_offload.traces.traces_of import write_trace
+from tests.host_offload.traces.traces_of import rewritten, write_trace
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
@@ -284,6 +284,33 @@ def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp
     assert run.simulation.control["said"]["auto"]["arm"].startswith(chosen)
     beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
     assert (beside > 0) == (chosen == "placement")
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_prefetch_that_learns_is_priced_by_what_it_learned_before_the_window(
+    learns, tmp_path, monkeypatch
+):
+    """48 tokens by turns, of which a window has 16, each with experts of its own: within a window
+    none comes twice, so a prefetch that began with it would know nothing."""
+    rng, link = np.random.default_rng(0), Link(rate=100 / FILL_S)
+    tokens = [step % 48 for step in range(400)]
+    ids = np.sort([[rng.permutation(EXPERTS)[:3] for _ in range(LAYERS)] for _ in range(48)])
+    plain = write_trace(tmp_path / "plain", list(ids[tokens][:, None]), EXPERTS)
+    none = {"draft_token": np.zeros(0, np.int32), "draft_ids": np.zeros((0, LAYERS, 3), np.int16)}
+    steps = (
+        step._replace(token=np.array([token], np.int32), **none)
+        for step, token in zip(plain.step_traces(), tokens, strict=True)
+    )
+    trace = rewritten(tmp_path / "t", plain, steps, token=True)
+    policy = an_auto(arms=("lru", "tokens"), bare=True, link=link)
+    if not learns:
+        monkeypatch.setattr(Auto, "_begun", lambda self, state: self.predicted)
+    given = {"policies": (policy,), "cells": CELLS, "driver": "host", "link": link}
+    run = predict(trace, costs_of(FILL_S), **given)
+    assert run.simulation.control is not None
+    assert run.simulation.control["said"]["auto"]["arm"] == ("tokens" if learns else "lru")
+    used = run.simulation.control["transfers"].get("tokens", {"used": 0})["used"]
+    assert (used > 100) == learns
 
 
 @pytest.fixture(params=[pytest.param("native", marks=NATIVE), "numpy"])

@@ -41,7 +41,16 @@ def step(header=HEADER, number=0, tokens=3, seed=0) -> StepRecord:
     def half(width, *shape):
         return rng.random((tokens, *shape)).astype(np.float16) if width else None
 
+    drafts: dict = {}
+    if header.token:
+        count = int(rng.integers(4))
+        drafts = {
+            "token": integers(np.int32, tokens),
+            "draft_token": integers(np.int32, count),
+            "draft_ids": rng.integers(experts, size=(count, layers, k)).astype(np.int16),
+        }
     return StepRecord(
+        **drafts,
         request=integers(np.int32, tokens),
         user=integers(np.int32, tokens) - 1,
         position=integers(np.int32, tokens),
@@ -104,6 +113,7 @@ def write(directory, steps=20, header=HEADER, close=True) -> TraceWriter:
         gate_input=st.integers(0, 2),
         embedding=st.integers(0, 2),
         rejected=st.booleans(),
+        token=st.booleans(),
     ),
     sizes=st.lists(st.integers(0, 9), max_size=12),
     chunk_bytes=st.sampled_from([1, CHUNK, 1 << 20]),
@@ -137,11 +147,12 @@ def test_a_trace_of_fewer_uses_says_what_it_lacks(tmp_path):
     assert found.use.tolist() == [4, 0, 1, 2, 3, *[-1] * (len(USES) - 5)]
 
 
-def test_a_trace_from_before_rejected_drafts_were_recorded_can_be_read(copy):
+@pytest.mark.parametrize("name", ["rejected", "token"])
+def test_a_trace_from_before_this_was_recorded_can_be_read(copy, name):
     found = json.loads((copy / "trace.json").read_text())
-    del found["rejected"]
+    del found[name]
     (copy / "trace.json").write_text(json.dumps(found))
-    assert all(step.rejected is None for step in read_trace(copy).step_traces())
+    assert all(getattr(step, name) is None for step in read_trace(copy).step_traces())
 
 
 def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypatch):

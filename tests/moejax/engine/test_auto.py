@@ -81,7 +81,7 @@ NAMED = {**HOST, "prefetch": "coactivation", "placement": f"hybrimoe,{COSTS},loa
         ({"expert_budget": "40%", "policies": [Says()]}, 3),
         ({"memory": "5MiB", "cells": "marginal"}, 8),
         ({"memory": "5MiB", "max_num_seqs": 8, "speculative_config": NGRAM}, 6),
-        ({"expert_budget": "40%", "driver": "host"}, 6),
+        ({"expert_budget": "40%", "driver": "host"}, 7),
         (NAMED, 6),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
@@ -89,7 +89,7 @@ NAMED = {**HOST, "prefetch": "coactivation", "placement": f"hybrimoe,{COSTS},loa
 def test_no_bit_depends_on_the_choice(options, arms, at_random, tmp_path, caplog):
     caplog.set_level(logging.INFO, "moejax")
     trace = tmp_path / "t"
-    record = f"{trace},arrays=gate_input" if "driver" in options else trace
+    record = f"{trace},arrays=gate_input+token" if "driver" in options else trace
     with open_llm(policy="auto", trace=record, enable_prefix_caching=False, **options) as llm:
         run(llm, mixed_jobs()[:1], check=False)
         compiled = len(llm.engine.runner.compiler.compiled)

@@ -18,6 +18,7 @@ import pytest
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.hobbit import Hobbit
+from host_offload.policies.prefetch.oracle import Oracle
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import TraceError, read_trace
@@ -686,6 +687,10 @@ def test_names_are_those_of_vllm(capsys):
         ({"max_num_seqs": 1}, "raise max_num_seqs"),
         (DEFERRED, "which processor computes experts"),
         ({"driver": "stream"}, "however few tokens"),
+        *(
+            ({"policies": (Oracle(np.ones((1, 4, 16), bool)),), **more}, "drafts change the steps")
+            for more in ({}, {"driver": "host"})
+        ),
         ({"cache_aware_routing": 0.1}, "which experts are resident"),
         ({"precision": "dynaexq"}, "would change the experts' versions"),
         ({"precision": "dynaexq,paged=true"}, "would change the experts' versions"),
@@ -712,7 +717,7 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     config = {**NGRAM, "prompt_lookup_min": 1, "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=60, allowed_token_ids=[300, 301])
     trace = str(tmp_path / "t")
-    with open_llm("demo", speculative_config=config, trace=trace, **FEW) as llm:
+    with open_llm("demo", speculative_config=config, trace=f"{trace},arrays=token", **FEW) as llm:
         (out,) = llm.generate([[5, 300, 301, 300]], params, use_tqdm=False)
         said, steps = llm.stats()["speculation"], llm.stats()["steps"]
         assert llm.plan.steps.drafts
@@ -720,8 +725,14 @@ def test_statistics_say_what_was_accepted_and_traces_hold_tokens_of_sequences_al
     assert said["accepted_tokens"] > 5 and 0 < said["acceptance_rate"] <= 1
     assert 1 + steps["decode"] + said["accepted_tokens"] in (count, count + 1)
     assert said["choices"] == []
-    seen = np.concatenate([step.position for step in read_trace(trace).step_traces()])
-    assert sorted(seen.tolist()) == list(range(4 + count - 1))
+    position, token = (
+        np.concatenate([getattr(step, name) for step in read_trace(trace).step_traces()])
+        for name in ("position", "token")
+    )
+    assert sorted(position.tolist()) == list(range(4 + count - 1))
+    assert (
+        token[np.argsort(position)].tolist() == [5, 300, 301, 300, *out.outputs[0].token_ids][:-1]
+    )
 
 
 def _change_at_step_8(after_read):
@@ -741,7 +752,7 @@ def _change_at_step_8(after_read):
     "options",
     [
         *({}, {"eviction": "lfu"}, {"policy": "auto"}, {"prefetch": "expert_map_in_step"}),
-        {"driver": "host", "prefetch": "fate"},
+        *({"driver": "host", "prefetch": each} for each in ("fate", "tokens")),
         {"driver": "host", "placement": f"prescope,{PLACED},predict=gates", **LINK},
         *(
             pytest.param({"driver": "host", **LINK, **more}, marks=pytest.mark.nightly)
@@ -755,12 +766,12 @@ def _change_at_step_8(after_read):
     ids=str,
 )
 def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
-    """Their rows moved experts. What they searched maps for is not known. Changes of the drafts'
-    length are named."""
+    """Their rows moved experts. What they searched maps for is not known. Policies see their
+    tokens. Changes of the drafts' length are named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Known, "after_read", _change_at_step_8(Known.after_read))
     ahead = {"prefetch", "placement"} & options.keys()
-    arrays = ",arrays=probs+gate_input+embedding" if ahead else ""
+    arrays = ",arrays=probs+gate_input+embedding+token" if ahead else ""
     options = {**FEW, **options, "trace": f"{tmp_path / 't'}{arrays}"}
     with open_llm(speculative_config=NGRAM, enable_prefix_caching=False, **options) as llm:
         rest = at_rest()
@@ -782,6 +793,12 @@ def test_a_trace_with_rejected_drafts_replays(options, tmp_path, monkeypatch):
             replay(trace, spec=told)
     else:
         replay(trace, spec=told)
+    if ahead:
+        counted = [{int(e) for e in step.draft_ids.ravel()} for step in steps]
+        assert counted == [{*np.nonzero(step.rejected)[1].tolist()} for step in steps]
+        assert (
+            sum(len(step.draft_token) for step in steps) == counts["drafted"] - counts["accepted"]
+        )
 
 
 # ---- a draft model
