@@ -59,7 +59,9 @@ from host_offload.control.transitions import (
 )
 from host_offload.memory.tables import Entry, Residency
 
-RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
+RESIDENCY = frozenset(
+    {"version", "state", "last_used", "clock", "frequency", "cells", "fill_version"}
+)
 """Names of `needs` that are read from a copy of the device's tables."""
 
 _ALWAYS_SHOWN = tuple(ALWAYS - {"interval"})

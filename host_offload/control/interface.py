@@ -331,6 +331,8 @@ class Observation(PageUse):
     """int32[L, E]: how many references have needed the expert so far."""
     cells: np.ndarray = NOT_SHOWN
     """int32[L]: number of cells of each layer."""
+    fill_version: np.ndarray = NOT_SHOWN
+    """int32[L, E]: the version in which a miss brings each expert."""
     capacity: int = NOT_SHOWN
     """If every expert is resident: how many experts fit in version 0, like Spec.capacity. It
     changes with the slots of experts."""

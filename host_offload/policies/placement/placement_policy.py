@@ -12,11 +12,13 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.control.step_record import LinkUse
+from host_offload.memory.budget import cells_of_versions
 from host_offload.policies.placement.presched import (
     LayerPlan,
     LayerWork,
     PlacementCosts,
     Queue,
+    Work,
     follow_hit_rate,
     queue_of,
 )
@@ -54,6 +56,8 @@ class Placed(NamedTuple):
     """Those of `learned`."""
     hit: float
     """R_hit."""
+    cells: np.ndarray | None = None
+    """int[L, V], of each version; None: of one version, and shown."""
     use: LinkUse = LinkUse()
     """The link and the second processor when the policy was last asked."""
     critical: tuple[tuple[int, int], ...] = ()
@@ -113,7 +117,7 @@ class PlacementPolicy:
 
     @property
     def needs(self) -> frozenset[str]:
-        found = {"counts", "version", "cells"}
+        found = {"counts", "version", "cells", "fill_version"}
         if {*dict(self.stated), *(["load"] if self.load_of_link else [])} < {*COSTS}:
             found.add("costs")
         if self.looks_ahead:
@@ -133,7 +137,12 @@ class PlacementPolicy:
         costs = costs_of(self, spec, record)
         of_layers = tuple((np.broadcast_to(sizes, spec.layers) / record).tolist())
         known = spec.top_k, spec.layers, spec.router, networks, self.hit
-        return Placed(costs, record, of_layers, *known)
+        cells = None
+        if len(spec.version_bytes) == 2 and spec.capacity is not None:
+            high, low = spec.capacity
+            shares = cells_of_versions(high, low, spec.has_all_versions.tolist(), spec.experts)
+            cells = np.array(shares).T
+        return Placed(costs, record, of_layers, *known, cells=cells)
 
     def decide(self, state: Placed, seen: Observation) -> tuple[Placed, Decision]:
         if seen.moment == Moment.LAYER_BEGIN:
@@ -164,9 +173,13 @@ class PlacementPolicy:
         # Residents stay on the accelerator, whatever the rule says.
         stay = {*resident}
         plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))
-        cells = int(seen.cells[layer]) - (self.buffers or 0)
-        free = cells - int(np.count_nonzero(there[layer]))
-        return self._make_decision(state, _filling(plan, free), np.flatnonzero(counts))
+        cells, comes = seen.cells[layer, None] - (self.buffers or 0), np.zeros(len(counts), int)
+        held = np.array([np.count_nonzero(there[layer])])
+        if state.cells is not None:
+            cells, comes = state.cells[layer], seen.fill_version[layer]
+            held = np.bincount(seen.version[layer][there[layer]], minlength=len(cells))
+        plan = _filling(plan, (cells - held).tolist(), comes)
+        return self._make_decision(state, plan, np.flatnonzero(counts))
 
     def _make_decision(
         self, state: Placed, plan: LayerPlan, active: np.ndarray
@@ -254,13 +267,23 @@ def rows_of(said: np.ndarray, top_k: int) -> np.ndarray:
     return np.bincount(best.ravel(), minlength=said.shape[1])
 
 
-def _filling(plan: LayerPlan, free: int) -> LayerPlan:
-    """The plan with additional loads of the heaviest experts, for the layer's free cells."""
-    more = min(max(free - len(plan.load), 0), len(plan.cpu))
+def _filling(plan: LayerPlan, free: list[int], version: np.ndarray) -> LayerPlan:
+    """The plan with additional loads of the heaviest experts, for the layer's free cells.
+
+    - `free`: cells of each version.
+    - `version`: int[E], in which a load brings each expert; below 0: in no cell.
+    """
+    free = [*free, 0]  # the last for those below 0
+    for work in plan.load:
+        free[version[work.expert]] -= 1
+    cpu, more = list[Work](), list[Work]()
+    for work in reversed(plan.cpu):  # the heaviest first
+        of = version[work.expert]
+        (more if free[of] > 0 else cpu).append(work)
+        free[of] -= 1
     if not more:
         return plan
-    kept = len(plan.cpu) - more
-    return plan._replace(cpu=plan.cpu[:kept], load=(*plan.cpu[kept:], *plan.load))
+    return plan._replace(cpu=(*cpu[::-1],), load=(*more[::-1], *plan.load))
 
 
 def _judge(state: Placed, layer: int, counts: np.ndarray) -> Placed:

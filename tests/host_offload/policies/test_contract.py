@@ -163,6 +163,7 @@ def observed(trace: Trace, policy: Policy) -> Iterator[Observation]:
             "clock": np.full(LAYERS, 9, np.int32),
             "frequency": rng.integers(0, 9, shape).astype(np.int32),
             "cells": rng.integers(5, size=LAYERS).astype(np.int32),
+            "fill_version": np.zeros(shape, np.int32),
             "capacity": int(rng.integers(3, 9)),
             **dict.fromkeys(("finished", "retired", "in_flight"), ()),
             "kv_refs": np.stack([np.zeros(9, np.int64), np.arange(9)], axis=1),
