@@ -3,7 +3,8 @@
 An arm is an eviction, with `+split` also a split of memory by need (KV keeps its recent peak and a
 tenth, experts have the rest), with `+layers` more cells for layers in which these save more; or a
 prefetch or a placement, or both, with their eviction. If experts are paged in two versions an arm
-says what a miss brings: `+VERSION`, or what a precision decides. A window of decode steps prices
+also says what misses and prefetches bring: one of them, or what a precision decides. A window of
+decode steps prices
 the arms: seconds of computing and of moves, both corrected by the window's measured times.
 `choose_arm` then decides, a pure function. It changes to an arm that would have saved more, in the
 steps since the load began or the last change, than the change costs: so whatever comes, changes
@@ -43,6 +44,7 @@ from host_offload.memory.tables import Residency
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.placement.placement_policy import PlacementPolicy
+from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.hobbit import Hobbit, find_heavy
 from host_offload.policies.precision.maps import HI, LO, top_map
 from host_offload.policies.precision.precision_names import precision_of
@@ -59,13 +61,17 @@ from host_offload.traces.schema import TraceError
 NAME = "auto"
 SPLIT, LAYERS = "+split", "+layers"
 PLACED, PRECISION = "placement=", "precision="
-"""Parts of arms' names, before a placement or precision as options name it."""
+"""Parts of arms' names, before a placement or precision as options name it, or a version."""
+DECIDE = "dynaexq", "hobbit"
+"""Precisions that decide in which version a miss comes."""
 EVICTIONS = ("lru", "lfu", "lfru")
 KEEP = 0.5
 """Weight of the earlier correction beside that of a window."""
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
+TRIFLE = 1e-4
+"""A share of computing: moves of less, as of a copy that ends a nanosecond late, say nothing."""
 WATCH_S, COST = 3e-4, 0.05
 """Seconds that a step of a window costs the host, as measured on two cores, and the share of the
 misses' time that they may cost."""
@@ -127,7 +133,7 @@ def correct(
     parts = np.stack([compute, moves])
     square, (of_compute, of_moves) = parts @ parts.T, (parts @ seconds).tolist()
     (first, both), (_, second) = square.tolist()
-    if not (first and second):  # without misses nothing is known about them
+    if not first or second <= TRIFLE**2 * first:  # without misses nothing is known about them
         return float(seconds.sum() / compute.sum()), before[1]
     of_compute += KEEP * first * before[0]
     of_moves += KEEP * second * before[1]
@@ -285,6 +291,11 @@ class Auto:
         return any(map(is_ahead, self.arms))
 
     @functools.cached_property
+    def versioned(self) -> bool:
+        """Whether arms say in which version misses come."""
+        return any(PRECISION in arm for arm in self.arms)
+
+    @functools.cached_property
     def splits(self) -> bool:
         """Whether an arm splits memory by need."""
         return any(SPLIT in arm for arm in self.arms)
@@ -323,7 +334,7 @@ class Auto:
             writes |= {"cells"}
         if self.splits:
             writes |= {"kv_pages"}
-        if any(is_versioned(arm) for arm in self.arms):
+        if self.versioned:
             writes |= {"fill_version"}
         every = [policy for each in self.policies for policy in each]
         return (
@@ -389,9 +400,7 @@ class Auto:
         if len(names) > 1 and spec.capacity is not None:
             sizes = np.array([*spec.link_bytes.values()])[[*version]]
             each = [self._fill_s(n[f].mean()) for n, f in zip(sizes, filled, strict=True)]
-            high, low = spec.capacity
-            shares = cells_of_versions(high, low, some.tolist(), spec.experts)
-            cells = np.array(shares)[[*version]]
+            cells = _cells_of(spec)[[*version]]
         fill_s = np.zeros((len(self.arms), len(arms)))
         fill_s[arms, range(len(arms))] = each
         lossy = np.array([self._is_lossy(i, versions) for i, versions in enumerate(wanted)])
@@ -517,7 +526,8 @@ class Auto:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
-            begun = {"tables": tables_of(whole), "known": state.taught}
+            cells = _cells_of(state.spec).T if self.versioned else None
+            begun = {"tables": tables_of(whole, cells), "known": state.taught}
             return state._replace(seconds=seen.seconds, **begun), _NOTHING
         else:
             state = self._watch(state, seen, whole)
@@ -594,7 +604,7 @@ class Auto:
 
     def _mixed(self, first: np.ndarray) -> list[int]:
         """Returns those of the arms' first shadows whose arm has a precision."""
-        return [f for f, arm in zip(first, self.arms, strict=True) if PRECISION in arm]
+        return [f for f, arm in zip(first, self.arms, strict=True) if is_decided(arm)]
 
     def _pass(self, state: Watched, seen: Glance) -> Watched:
         """Returns the state after a step of a rest, or of one arm alone. Its `fresh` says when the
@@ -623,7 +633,7 @@ class Auto:
             return state
         peaks = (*state.peaks[:-1], max(state.peaks[-1], held))
         state = state._replace(peaks=peaks, kv_pages=(pages if first < 0 else first, pages))
-        if before in (-1, pages) or self.splits or is_versioned(self.arms[0]):
+        if before in (-1, pages) or self.splits or self.versioned:
             return state
         layers, experts = len(self.cells), state.spec.experts
         slots = int(state.shadows.cells[0].sum())
@@ -704,7 +714,7 @@ class Auto:
         if self.layered and state.choices % SHARED == SHARED - 1:
             state, shared = self._share_layers(state)
             decision = shared if shared.cells is not None else decision
-        if state.brings is not None and self.hobbit is None:
+        if state.brings is not None and self.hobbit is None and not self.ahead:
             state = state._replace(brings=self._hottest(state))
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
         seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
@@ -810,12 +820,11 @@ class Auto:
     def _predict(self, state: Watched) -> Priced:
         """Simulates the window under each arm. The first half, in which residents change, does not
         count."""
-        records, tables = [sample.record for sample in state.window], state.tables
-        assert tables is not None
-        steps = [record for record in records if record is not None]
+        steps = [sample.record for sample in state.window if sample.record is not None]
+        costs = self._costs_of(state.spec)
         found = [
-            predict_recent(steps, policies, state.spec, tables, self.costs, self.link)
-            for policies in self._begun(state)
+            predict_recent(steps, policies, state.spec, self._tables(state, arm), costs, self.link)
+            for arm, policies in zip(self.arms, self._begun(state), strict=True)
         ]
         late = slice(len(steps) // 2, None)
         held = np.stack([run.tables.address >= 0 for run in found])
@@ -828,11 +837,33 @@ class Auto:
         )
 
     def _begun(self, state: Watched) -> list[list[Policy]]:
-        """Returns `predicted`, of which policies that learn begin with what the window found."""
+        """Returns `predicted`, of which policies that learn begin with what the window found, and
+        as if the hottest experts stayed the same."""
         found: Any = [[*policies] for policies in self.predicted]
         for (arm, i), learned in state.known.items():
             found[arm][i] = dataclasses.replace(found[arm][i], begun=learned)
-        return found
+        return [[p for p in each if not isinstance(p, DynaExq)] for each in found]
+
+    def _tables(self, state: Watched, arm: str) -> Residency:
+        """Returns those before the window, with what misses bring under an arm."""
+        spec, tables = state.spec, state.tables
+        assert tables is not None
+        if not self.versioned or spec.capacity is None:
+            return tables
+        some, (version, *others) = spec.has_all_versions, versions_of(arm, [*spec.version_bytes])
+        brought = np.full(tables.version.shape, version)
+        if others:
+            brought = top_map(tables.frequency, spec.capacity[HI], some.tolist())
+        brought = np.where(some[:, None], brought, LO).astype(np.int32)
+        return tables._replace(fill_version=brought)
+
+    def _costs_of(self, spec: Spec) -> CostModel | dict[str, CostModel]:
+        """Returns the costs of each version, if there are two: moves by bytes, the rest alike."""
+        if len(spec.version_bytes) == 1:
+            return self.costs
+        return {
+            name: self.costs.of_size(int(sizes.mean())) for name, sizes in spec.link_bytes.items()
+        }
 
     def _switch(
         self, state: Watched, arm: int, prices: Prices, priced: Priced, fitted: Decision
@@ -897,34 +928,63 @@ class Auto:
         }
 
 
+class Parts(NamedTuple):
+    """Of an arm's name; empty: it has none."""
+
+    first: str
+    """An eviction with what moves, or a prefetch."""
+    precision: str = ""
+    """A version or a precision."""
+    placement: str = ""
+
+    @property
+    def arm(self) -> str:
+        more = (PRECISION, self.precision), (PLACED, self.placement)
+        parts = [self.first, *(f"{name}{part}" for name, part in more if part)]
+        return "+".join(part for part in parts if part)
+
+
+def parts_of(arm: str) -> Parts:
+    before, _, placement = arm.partition(PLACED)
+    first, _, precision = before.partition(PRECISION)
+    return Parts(first.removesuffix("+"), precision.removesuffix("+"), placement)
+
+
 def is_ahead(arm: str) -> bool:
-    """Whether an arm is a prefetch or a placement."""
-    return PLACED in arm or arm.partition("=")[0] in PREFETCH
+    """Whether an arm has a prefetch or a placement."""
+    parts = parts_of(arm)
+    return bool(parts.placement) or parts.first.partition("=")[0] in PREFETCH
 
 
-def is_versioned(arm: str) -> bool:
-    """Whether an arm says what a miss brings of two versions."""
-    known = {*EVICTIONS, SPLIT[1:], LAYERS[1:]}
-    return PRECISION in arm or not (is_ahead(arm) or {*arm.split("+")} <= known)
+def is_decided(arm: str) -> bool:
+    """Whether a precision of an arm decides in which version each miss comes."""
+    return parts_of(arm).precision.partition(",")[0] in DECIDE
 
 
 def versions_of(arm: str, names: Sequence[str]) -> tuple[int, ...]:
     """Returns the versions, by number, in which misses come under an arm."""
-    if PRECISION in arm:
+    if is_decided(arm):
         return HI, LO
-    return (names.index(arm.partition("+")[2]) if is_versioned(arm) else 0,)
+    return (names.index(version) if (version := parts_of(arm).precision) else 0,)
 
 
 def policies_of(arm: str) -> tuple[Policy, ...]:
     """Returns the policies of an arm, but for the split and the cells."""
-    if PRECISION in arm:
-        eviction, _, precision = arm.partition(f"+{PRECISION}")
-        return with_eviction(eviction, precision_of(precision).policies)[1]
-    if is_ahead(arm):
-        prefetch, found, placement = arm.partition(PLACED)
-        ahead = with_prefetch(prefetch.removesuffix("+") or None, ())
-        return with_eviction(None, with_placement(placement if found else None, ahead))[1]
-    return with_eviction(arm.partition("+")[0], ())[1]
+    first, precision, placement = parts_of(arm)
+    more = precision_of(precision).policies if is_decided(arm) else ()
+    if not is_ahead(arm):
+        return with_eviction(first.partition("+")[0], more)[1]
+    return with_eviction(
+        None, with_placement(placement or None, with_prefetch(first or None, more))
+    )[1]
+
+
+def _cells_of(spec: Spec) -> np.ndarray:
+    """Returns int64[V, L], the cells of two versions."""
+    assert spec.capacity is not None
+    high, low = spec.capacity
+    shares = cells_of_versions(high, low, spec.has_all_versions.tolist(), spec.experts)
+    return np.array(shares, np.int64)
 
 
 def _curves(state: Watched) -> np.ndarray:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.control.interface import Moment, Observation, Policy, Spec
+from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import SEEN, LinkUse, StepRecord
 from host_offload.memory.tables import Residency, cold_tables
 from host_offload.simulate.prediction import predict
@@ -66,15 +67,26 @@ def record_of(seen: Observation) -> StepRecord:
     return StepRecord(**{**fields, **shown, "number": seen.step, "kind": "decode", "finished": ()})
 
 
-def tables_of(seen: Observation) -> Residency:
-    """Returns tables with the residents that an observation shows, in other cells."""
-    tables = cold_tables(seen.cells, seen.version.shape[1])
+def tables_of(seen: Observation, cells: np.ndarray | None = None) -> Residency:
+    """Returns tables with the residents that an observation shows, in other cells.
+
+    - `cells`: int[L, V], of each version; None: there is one, and the observation shows them.
+    """
+    cells = seen.cells[:, None] if cells is None else cells
+    experts = seen.version.shape[1]
+    tables = cold_tables(cells, experts, bound=max(experts, int(cells.sum(axis=1).max())))
     layer, expert = np.nonzero(seen.version >= 0)
-    cell = np.arange(layer.size) - np.searchsorted(layer, layer)
-    fits = cell < seen.cells[layer]
-    layer, expert, cell = layer[fits], expert[fits], cell[fits]
+    version = seen.version[layer, expert]
+    order = np.lexsort((version, layer))
+    layer, expert, version = layer[order], expert[order], version[order]
+    place = layer * cells.shape[1] + version
+    number = np.arange(layer.size) - np.searchsorted(place, place)
+    cell = number + (np.cumsum(cells, axis=1) - cells)[layer, version]
+    fits = number < cells[layer, version]
+    layer, expert, version, cell = (a[fits] for a in (layer, expert, version, cell))
     tables.owner[layer, cell] = expert
     tables.address[layer, expert] = tables.cell_row[layer, cell]
+    tables.version[layer, expert] = version
     tables.last_used[layer, cell] = seen.last_used[layer, expert]
     tables.clock[:], tables.frequency[:] = seen.clock, seen.frequency
     return tables
@@ -85,12 +97,13 @@ def predict_recent(
     policies: Sequence[Policy],
     spec: Spec,
     tables: Residency,
-    costs: CostModel,
+    costs: CostModel | Mapping[str, CostModel],
     link: Link | None,
 ) -> Predicted:
     """Predicts the steps under these policies.
 
     - `tables`: before the first step.
+    - `costs`: by version if there are several, each of experts of one size.
     """
     first, tables = records[0], tables.copy()
     width = 0 if first.gate_input is None else first.gate_input.shape[2]
@@ -110,7 +123,12 @@ def predict_recent(
         absent=("step.start_s", "step.read_s"),
     )
     trace = Recent(Path("recent"), header, True, (), tuple(records))
-    cells = np.count_nonzero(tables.cell_row >= 0, axis=1)
+    if not isinstance(costs, CostModel):  # layers' sizes may differ
+        sizes = {name: np.full(spec.layers, of.expert_bytes) for name, of in costs.items()}
+        spec = dataclasses.replace(spec, version_bytes=sizes, moved_bytes=None)
+    versions, granted = range(len(spec.version_bytes)), tables.cell_row >= 0
+    each = [np.sum(granted & (tables.cell_version == v), axis=1) for v in versions]
+    cells = PagedSpec(np.stack(each, axis=1), tables.fill_version)
     found = predict(
         trace, costs, link=link, policies=policies, spec=spec, cells=cells, tables=tables
     )

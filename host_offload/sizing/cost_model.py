@@ -135,6 +135,17 @@ class CostModel:
         of_expert = np.array([cost.fill, cost.read, self.expert_bytes * self.link_per_byte])
         return of_layer[:, None] * (counts > 0) + of_expert[:, None] * counts
 
+    def of_size(self, expert_bytes: int) -> CostModel:
+        """Returns the costs with experts of so many bytes: moves by bytes, the rest as it is."""
+        share = expert_bytes / self.expert_bytes
+
+        def moved(cost: StepCost) -> StepCost:
+            return dataclasses.replace(cost, fill=share * cost.fill, read=share * cost.read)
+
+        decode = {rows: moved(cost) for rows, cost in self.decode.items()}
+        prefill = moved(self.prefill)
+        return dataclasses.replace(self, expert_bytes=expert_bytes, decode=decode, prefill=prefill)
+
     # ---- what policies see
 
     def costs(self) -> Costs:

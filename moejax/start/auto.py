@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from host_offload.control.paging import PagedSpec
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
+from host_offload.policies.precision.hobbit import Hobbit
 from host_offload.simulate.auto import (
     EVICTIONS,
     LAYERS,
     NAME,
-    PLACED,
-    PRECISION,
     SPLIT,
     Auto,
+    parts_of,
     versions_of,
 )
 from host_offload.simulate.timeline import Link
@@ -52,7 +53,8 @@ def with_auto(plan: StartPlan) -> StartPlan:
     settings, policy = plan.settings, plan.settings.options.policy
     if policy.policy is None:
         return plan
-    arms, ahead = _version_arms(plan), _ahead_arms(plan)
+    ahead = _ahead_arms(plan)
+    arms = _version_arms(plan, ahead)
     pinned = policy.eviction is not None or (settings.eviction != "lru" and not ahead)
     if pinned or not (arms or plan.cells) or min(plan.cells, default=0) >= plan.spec.experts:
         nothing = TWO if isinstance(plan.mixed, PagedSpec) else NOTHING
@@ -61,7 +63,8 @@ def with_auto(plan: StartPlan) -> StartPlan:
         notes = (*plan.budget.notes, PINNED if pinned else nothing)
         return dataclasses.replace(plan, budget=dataclasses.replace(plan.budget, notes=notes))
     cells = tuple(plan.cells)
-    if arms and isinstance(plan.mixed, PagedSpec):
+    if arms:
+        assert isinstance(plan.mixed, PagedSpec)
         cells = tuple(plan.mixed.cells[:, 0].tolist())
     else:
         arms = (*_eviction_arms(plan), *ahead)
@@ -112,20 +115,25 @@ def _ahead_arms(plan: StartPlan) -> tuple[str, ...]:
     if plan.steps.config.routes_apart:
         arms = tuple(arm for arm in arms if arm not in GATED)
     whole = next((said(p, spec) for p in settings.policies if isinstance(p, PlacementPolicy)), "")
-    return tuple(
-        f"{arm.partition(PLACED)[0]}{PLACED}{whole}" if PLACED in arm else arm for arm in arms
-    )
+    named = map(parts_of, arms)
+    return tuple((p._replace(placement=whole) if p.placement else p).arm for p in named)
 
 
-def _version_arms(plan: StartPlan) -> tuple[str, ...]:
-    """Returns what misses may bring, if experts are paged in two versions and a policy that an
-    option names decides which: the whole version, the one of fewer bits, or what the precision
-    says."""
-    precision = plan.settings.options.policy.precision
-    decided = isinstance(plan.mixed, PagedSpec) and plan.settings.precision.policy is not None
-    if not decided or not isinstance(precision, str):  # no arm can name another one's policy
+def _version_arms(plan: StartPlan, ahead: Sequence[str]) -> tuple[str, ...]:
+    """Returns what misses may bring, alone and with each prefetch and placement: the whole version,
+    the one of fewer bits, or what the precision says, with which prefetches cannot be if it decides
+    miss by miss."""
+    settings = plan.settings
+    if not (settings.has_version_arms and isinstance(plan.mixed, PagedSpec)):
         return ()
-    return tuple(f"lru+{each}" for each in (*plan.spec.version_bytes, f"{PRECISION}{precision}"))
+    by_miss = isinstance(settings.precision.policy, Hobbit)
+    brought = (*plan.spec.version_bytes, str(settings.options.policy.precision))
+    every = [(parts_of(arm), each) for arm in ("lru", *ahead) for each in brought]
+    return tuple(
+        parts._replace(precision=each).arm
+        for parts, each in every
+        if not (by_miss and each == brought[-1] and parts.first not in ("lru", ""))
+    )
 
 
 def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:

@@ -69,14 +69,24 @@ class Settings:
         return asked or self.options.policy.cells.split is not None
 
     @property
+    def has_version_arms(self) -> bool:
+        """Whether `policy="auto"` may choose what misses bring: where experts are paged in two
+        versions and a policy that an option names decides which. No arm can name another one's
+        policy."""
+        policy, precision = self.options.policy, self.precision
+        decided = precision.mixed and precision.paged and precision.policy is not None
+        return policy.policy == "auto" and decided and isinstance(policy.precision, str)
+
+    @property
     def ahead_arms(self) -> tuple[str, ...]:
         """The prefetches and placements among which `policy="auto"` may choose: where policies look
         between layers and nothing else decides what moves. Those that the options name or, if they
         name none, prefetches that need no preparation."""
         policy, driver = self.options.policy, self.options.transfer.driver.name
         free = policy.policy == "auto" and policy.eviction is None and driver == "host"
-        alone = len(self.precision.versions) == 1 and not policy.policies
-        if not (free and alone) or any(_decides_more(each) for each in self.policies):
+        known = len(self.precision.versions) == 1 or self.has_version_arms
+        others = (each for each in self.policies if each is not self.precision.policy)
+        if not (free and known) or policy.policies or any(map(_decides_more, others)):
             return ()
         prefetch, placement = policy.prefetch, self.placement
         if prefetch is placement is None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation
+from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import Glance
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
@@ -25,10 +26,12 @@ from host_offload.simulate.auto import (
     auto_of,
     choose_arm,
     correct,
+    policies_of,
     versions_of,
 )
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.shadows import AGES, Shadows, active_of, cold_shadows
+from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel, StepCost
 from host_offload.traces.schema import TraceError
@@ -173,15 +176,15 @@ def layers_get_what_they_use() -> None:
 
 def brings_fewer_bits_where_it_pays() -> None:
     """A start is exact. What changes outputs must gain a tenth of the time."""
-    arms = ("lru+dense", "lru+small")
-    for fill_s, arm in ((FILL_S, "lru+small"), (FILL_S / 12, "lru+dense")):
+    arms = ("lru+precision=dense", "lru+precision=small")
+    for fill_s, arm in ((FILL_S, "lru+precision=small"), (FILL_S / 12, "lru+precision=dense")):
         world = World(an_auto(fill_s, arms=arms), fill_s=fill_s, cells=(4, 10))
         world.run(HOT, 7)
         assert world.state.arm == 0
         world.run(HOT, 200)
         assert world.arms[-1] == arm
         said = world.policy.stats(world.state)["step_s"]
-        assert said["lru+small"] < said["lru+dense"]
+        assert said["lru+precision=small"] < said["lru+precision=dense"]
 
 
 def learns_from_times() -> None:
@@ -313,6 +316,59 @@ def test_a_prefetch_that_learns_is_priced_by_what_it_learned_before_the_window(
     assert (used > 100) == learns
 
 
+BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10us,attention=10us"
+
+
+@pytest.mark.parametrize("link", [None, Link(50e3, 1e-6)])
+@pytest.mark.parametrize(
+    "arm",
+    [
+        "lru+precision=small",
+        "layer-streaming+precision=dense",
+        "layer-streaming+precision=small",
+        "layer-streaming+precision=dynaexq,paged=true,interval=1 steps",
+        f"precision=small+{BESIDE}",
+        f"precision=hobbit+{BESIDE}",
+        f"layer-streaming+precision=small+{BESIDE}",
+    ],
+)
+def test_versions_with_prefetch_and_placement_are_priced_as_they_run(arm, link, tmp_path):
+    """By the residents of each version at a window's begin and what comes then: no time has to be
+    corrected."""
+    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(200)], EXPERTS)
+    high, low = (0, 8) if "small" in arm else (3, 5)  # free cells would be filled first
+    sizes = {name: np.full(LAYERS, size) for name, size in (("dense", 100), ("small", 40))}
+    told = spec(
+        layers=LAYERS, experts=EXPERTS, top_k=3, driver="host", version_bytes=sizes,
+        capacity=(LAYERS * high, LAYERS * low),
+    )  # fmt: skip
+    policy = an_auto(arms=(arm, arm), bare=True, link=link)
+    costs = {name: costs_of(FILL_S).of_size(int(of[0])) for name, of in sizes.items()}
+    fills = np.full((LAYERS, EXPERTS), versions_of(arm, [*sizes])[-1], np.int8)
+    cells = PagedSpec(np.tile((high, low), (LAYERS, 1)), fills)
+    options: dict[str, Any] = {"cells": cells, "driver": "host", "spec": told, "link": link}
+    run = predict(trace, costs, policies=(policy,), **options)
+    assert run.simulation.control is not None
+    said = run.simulation.control["said"]["auto"]
+    changing = "dynaexq" in arm  # is priced as if the hottest stayed the same
+    assert said["ratios"] == pytest.approx((1, 1), rel=0.2 if changing else 0.01)
+    assert (run.simulation.staged.sum() > 0) == ("layer" in arm)
+    beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
+    assert (beside > 0) == (BESIDE in arm)
+
+
+@pytest.mark.parametrize(("brings", "loads"), [(0, 3), (1, 5)])
+def test_a_placement_fills_free_cells_of_the_version_that_misses_bring(brings, loads, tmp_path):
+    """Those of the other version stay free, and the second processor computes."""
+    trace = write_trace(tmp_path / "t", [routed(HOT, step)[:1] for step in range(60)], EXPERTS)
+    cells = PagedSpec(np.tile((3, 5), (LAYERS, 1)), np.full((LAYERS, EXPERTS), brings, np.int8))
+    capacity = (3 * LAYERS, 5 * LAYERS)
+    told = spec(layers=LAYERS, experts=EXPERTS, top_k=3, driver="host", capacity=capacity)
+    run = simulate(trace, policies=policies_of(BESIDE), cells=cells, driver="host", spec=told)
+    assert run.fills.sum() == loads * LAYERS and not run.read_through.sum()
+    assert run.placed.sum() == run.misses.sum() - run.fills.sum() > 0
+
+
 @pytest.fixture(params=[pytest.param("native", marks=NATIVE), "numpy"])
 def follow(request) -> Callable[..., tuple[Shadows, np.ndarray]]:
     """Shadows.follow with the library and without it."""
@@ -352,7 +408,7 @@ def test_shadows_choose_as_the_device(cells, rows, experts, clock, follow):
 
 def test_a_version_may_be_three_formats():
     names = "q5_k+q5_k+q6_k", "int2"
-    assert [versions_of(f"lru+{name}", names) for name in names] == [(0,), (1,)]
+    assert [versions_of(f"lru+precision={name}", names) for name in names] == [(0,), (1,)]
 
 
 @NATIVE
@@ -386,7 +442,7 @@ def test_the_library_refuses_experts_and_layers_that_are_not_there():
 
 def test_the_shadows_of_two_versions_miss_what_the_device_misses(follow):
     """Where a miss brings what Hobbit says."""
-    policy = an_auto(arms=("lru+precision=hobbit,lo=int8", "lru+dense"))
+    policy = an_auto(arms=("lru+precision=hobbit,lo=int8", "lru+precision=dense"))
     world, rng = World(policy, cells=(3, 6)), np.random.default_rng(0)
     state: Any = world.state
     for step in range(100):
@@ -405,7 +461,9 @@ def test_the_shadows_of_layers_without_a_high_version_miss_what_the_device_misse
     precision, follow
 ):
     """Their misses come in the low one, with its cells and at its price, under every arm."""
-    policy = an_auto(arms=(f"lru+precision={precision}", "lru+dense", "lru+small"))
+    policy = an_auto(
+        arms=(f"lru+precision={precision}", "lru+precision=dense", "lru+precision=small")
+    )
     sizes = {"dense": np.array([50, 100, 80]), "small": np.array([60, 40, 20])}
     told = spec(layers=3, experts=EXPERTS, capacity=(12, 18), version_bytes=sizes)
     state: Any = policy.init(told)
@@ -500,7 +558,8 @@ def test_a_correction_separates_computing_from_moves():
     for _ in range(8):
         found = correct(seconds, compute, moves, found)
     assert found == pytest.approx((3, 2), rel=0.15)
-    assert correct(3 * compute, compute, np.zeros(64), (1.0, 7.0)) == (3.0, 7.0)
+    for nothing in (np.zeros(64), 1e-7 * moves):
+        assert correct(3 * compute, compute, nothing, (1.0, 7.0)) == (3.0, 7.0)
 
 
 def test_steps_that_are_read_two_by_two_all_count():

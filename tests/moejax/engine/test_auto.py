@@ -131,15 +131,21 @@ def test_no_bit_depends_on_the_choice(options, arms, at_random, tmp_path, caplog
 
 
 def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkeypatch, tmp_path):
-    """A start is exact. Under an arm outputs are those of its version, and a trace of changes at
-    random replays."""
-    options: dict[str, Any] = {"memory": 4 << 20, "enable_prefix_caching": False}
-    own = paged, hobbit = "dynaexq,paged=true,interval=8 steps", "hobbit"
+    """A start is exact. Under an arm outputs are those of its version, also with its prefetch and
+    placement, and a trace of changes at random replays."""
+    options: dict[str, Any] = {**LINK, "memory": 4 << 20, "enable_prefix_caching": False}
+    own = "dynaexq,paged=true,interval=8 steps,hi_share=0.8"
+    host = {"driver": "host", "precision": own}
+    both = {**host, "prefetch": "fate", "placement": f"fiddler,{COSTS},load=1ms"}
 
-    def one(arms: tuple[str, ...] | None = None, **changes) -> Callable[..., Auto]:
+    def one(version: str = "") -> Callable[..., Auto]:
+        """The arms with this version alone, so that no choice changes a bit; or all arms. The first
+        has all parts."""
+
         def make(cells, costs, link, found, **known) -> Auto:
-            assert found in [("lru+dense", "lru+int4", f"lru+precision={p}") for p in own]
-            return Auto(cells, costs, link, arms or found, **known, **changes)
+            assert found[:2] == ("lru+precision=dense", "lru+precision=int4")
+            arms = tuple(arm for arm in reversed(found) if version in arm)
+            return Auto(cells, costs, link, arms, window=2, forced=7, **known)
 
         return make
 
@@ -147,20 +153,35 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
     np.save(low, np.ones((LAYERS, EXPERTS), np.int8))
     with open_llm(precision=f"map={low},paged=true", **options) as llm:
         fixed = run(llm, mixed_jobs(), check=False)
-    for arms, wanted in ((("lru+dense",), at_rest()), (("lru+int4", "lru+dense"), fixed)):
-        monkeypatch.setattr(start, "Auto", one(arms, window=10**6))
-        with open_llm(policy="auto", precision=paged, **options) as llm:
-            assert same_bits(run(llm, mixed_jobs()), wanted)
     assert not same_bits(fixed, at_rest())
-    monkeypatch.setattr(start, "Auto", one(window=4, forced=7))
-    for i, (precision, driver) in enumerate(((paged, "device"), (hobbit, "host"))):
-        trace = tmp_path / f"t{i}"
-        changing = {"precision": precision, "driver": driver, "trace": trace}
-        with open_llm(policy="auto", **changing, **options) as llm:
-            run(llm, mixed_jobs())
+    for version, wanted in (("precision=dense", at_rest()), ("precision=int4", fixed)):
+        monkeypatch.setattr(start, "Auto", one(version))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / version))  # nothing was learned
+        with open_llm(policy="auto", **both, **options) as llm:
+            assert same_bits(run(llm, mixed_jobs()), wanted)
             said = llm.stats()["control"]["said"]["auto"]
-        assert said["switches"] > 2 and len(said["step_s"]) == 3
-        replay(read_trace(trace))
+            assert said["switches"] > 2 and len(said["step_s"]) == 4
+            assert llm.stats()["placement"]["experts"] > 0
+    monkeypatch.setattr(start, "Auto", one())
+    for i, (changing, arms) in enumerate(
+        (
+            ({"precision": own}, 3),
+            (host, 15),
+            (both, 12),
+            ({**host, "precision": "hobbit"}, 11),
+            ({**both, "precision": "hobbit", "prefetch": None}, 6),
+        )
+    ):
+        trace = tmp_path / f"t{i}"
+        given = {**changing, "trace": f"{trace},arrays=gate_input+token" if i else trace}
+        with open_llm(policy="auto", **given, **options) as llm:
+            run(llm, mixed_jobs(), check=False)
+            said = llm.stats()["control"]["said"]["auto"]
+            assert llm.engine.control is not None
+            router = llm.engine.control.controller.spec.router
+        assert said["switches"] > 2 and len(said["step_s"]) == arms
+        found = read_trace(trace)
+        replay(found, spec=dataclasses.replace(spec_of(found.header), router=router))
 
 
 def test_a_placement_that_defers_is_priced_as_one_that_changes_outputs(monkeypatch):
