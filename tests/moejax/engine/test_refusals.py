@@ -55,7 +55,10 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
                 {**LFU, "prefetch": "moe-infinity"},
                 "LFU and MoEInfinity both write 'victim_we",
             ),
-            ({"trace": "x,arrays=logits"}, "unknown array of a trace 'logits'; known: probs, gate"),
+            (
+                {"trace": "x,arrays=logits"},
+                "unknown array of a trace 'logits'; known: embedding, gate_input, probs, token",
+            ),
             (
                 {"driver": "stream,waves=2"},
                 "driver 'stream' has no setting 'waves=2'; known: tiers",
