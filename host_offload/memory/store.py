@@ -141,6 +141,7 @@ class ExpertStore:
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """Returns the store of these versions, in this order, and frees the other versions at once,
         even if other objects refer to them. Raises KeyError for an unknown version."""
+        self.wait()
         kept = ExpertStore({v: self.versions[v] for v in versions}, self.reading)
         ExpertStore({v: self.versions[v] for v in self.versions if v not in versions}).delete()
         return kept
@@ -157,6 +158,8 @@ class ExpertStore:
     def delete(self) -> None:
         """Ends reading and frees the arrays at once, even if other objects refer to them."""
         self.stop()
+        if self.reading is not None:
+            self.reading.builders.close()
         for held in self.versions.values():
             held.array.delete()
 
@@ -344,9 +347,9 @@ class StoreBuilder:
 
     def close(self) -> None:
         """Frees the array of a store that was not finished."""
-        self._open, self._memory = False, None
         if self.arrivals is not None:
             self.arrivals.end()
+        self._open, self._memory = False, None
         if self._array is not None:
             self._array.delete()
             self._array = None

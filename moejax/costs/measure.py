@@ -105,6 +105,7 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
             "transfers, link_rate and link_latency, or `moejax calibrate` first"
         )
     say = report or (lambda _: None)
+    runner.store.wait()  # reading from a disk is no cost of a step
     before = jax.tree.map(np.asarray, runner.tables)
     try:
         forced = ForcedSteps(runner, _most_pages(runner))

@@ -619,4 +619,9 @@ def _start_drafter(options: Config) -> LLM | None:
         return None
     drafter = LLM.__new__(LLM)
     drafter._begin(own, predictor=drafts_itself(options))
+    try:
+        drafter.engine.runner.store.wait()  # what is not there yet would count as free memory
+    except BaseException:
+        drafter.close()
+        raise
     return drafter

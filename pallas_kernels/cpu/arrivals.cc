@@ -14,14 +14,16 @@ namespace moejax {
 class Arrivals {
  public:
   Arrivals(const char* first, int64_t bytes, int64_t count)
-      : first_(first), bytes_(bytes), there_(count), asked_(count) {}
+      : name(++names), first_(first), bytes_(bytes), there_(count), asked_(count) {}
+
+  // Never given twice: another store may lie at the same address later.
+  const int64_t name;
 
   // The number of the record at this address; -1: it is none of them.
   int64_t find(const void* record) const {
     const int64_t at = static_cast<const char*>(record) - first_;
     return at >= 0 && at / bytes_ < static_cast<int64_t>(there_.size()) ? at / bytes_ : -1;
   }
-  bool starts_at(const void* first) const { return first == first_; }
 
   void ask(int64_t number) {
     const std::lock_guard<std::mutex> held(mutex_);
@@ -60,6 +62,7 @@ class Arrivals {
   }
 
  private:
+  static inline std::atomic<int64_t> names{0};
   const char* const first_;
   const int64_t bytes_;
   std::mutex mutex_;
@@ -85,8 +88,8 @@ std::shared_ptr<Arrivals> find_store(Is is) {
   return found == registry().end() ? nullptr : *found;
 }
 
-std::shared_ptr<Arrivals> store_at(const void* first) {
-  return find_store([&](const auto& store) { return store->starts_at(first); });
+std::shared_ptr<Arrivals> store_named(int64_t name) {
+  return find_store([&](const auto& store) { return store->name == name; });
 }
 
 }  // namespace
@@ -108,29 +111,35 @@ void Awaited::wait() const {
 
 using namespace moejax;
 
-// A store is named by the address of its first record, from before any op may read it.
-MOEJAX_EXPORT void moejax_arrivals_begin(const char* first, int64_t bytes, int64_t count) {
+// From before any op may read the store. Returns its name.
+MOEJAX_EXPORT int64_t moejax_arrivals_begin(const char* first, int64_t bytes, int64_t count) {
   const auto store = std::make_shared<Arrivals>(first, bytes, count);
   const std::lock_guard<std::mutex> held(registry_mutex);
   registry().push_back(store);
   filling.fetch_add(1, std::memory_order_release);
+  return store->name;
 }
 
-MOEJAX_EXPORT void moejax_arrivals_arrive(const char* first, int64_t number) {
-  if (const auto store = store_at(first)) store->arrive(number);
+MOEJAX_EXPORT void moejax_arrivals_arrive(int64_t name, int64_t number) {
+  if (const auto store = store_named(name)) store->arrive(number);
 }
 
-MOEJAX_EXPORT int64_t moejax_arrivals_next_wanted(const char* first) {
-  const auto store = store_at(first);
+MOEJAX_EXPORT int64_t moejax_arrivals_next_wanted(int64_t name) {
+  const auto store = store_named(name);
   return store ? store->next_wanted() : -1;
 }
 
 // Nothing arrives any more; who waits goes on.
-MOEJAX_EXPORT void moejax_arrivals_end(const char* first) {
-  const auto store = store_at(first);
-  if (!store) return;
-  store->end();
-  const std::lock_guard<std::mutex> held(registry_mutex);
-  registry().erase(std::find(registry().begin(), registry().end(), store));
-  filling.fetch_sub(1, std::memory_order_release);
+MOEJAX_EXPORT void moejax_arrivals_end(int64_t name) {
+  std::shared_ptr<Arrivals> ended;
+  {
+    const std::lock_guard<std::mutex> held(registry_mutex);
+    const auto found = std::find_if(registry().begin(), registry().end(),
+                                    [&](const auto& store) { return store->name == name; });
+    if (found == registry().end()) return;
+    ended = *found;
+    registry().erase(found);
+    filling.fetch_sub(1, std::memory_order_release);
+  }
+  ended->end();
 }

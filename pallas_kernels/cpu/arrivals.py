@@ -12,8 +12,8 @@ from pallas_kernels.cpu.library import bind, why_not_cpu
 class Arrivals:
     """Which records of a store are there, and which ones ops wait for. Any thread may call it."""
 
-    address: int
-    """Of the store's first record."""
+    name: int
+    """Of the store, never given twice."""
 
     @staticmethod
     def begin(address: int, record_bytes: int, count: int) -> Arrivals | None:
@@ -24,25 +24,24 @@ class Arrivals:
         """
         if why_not_cpu():
             return None
-        _call("begin", "ass", address, record_bytes, count)
-        return Arrivals(address)
+        return Arrivals(_call("begin", "ass", address, record_bytes, count))
 
     def arrive(self, number: int) -> None:
         """Tells that all bytes of a record are there."""
-        _call("arrive", "as", self.address, number)
+        _call("arrive", "ss", self.name, number)
 
     def next_wanted(self) -> int | None:
         """Returns a record that an op waits for, each once; None if there is none."""
-        number = _call("next_wanted", "a", self.address)
+        number = _call("next_wanted", "s", self.name)
         return None if number < 0 else number
 
     def end(self) -> None:
         """Lets all ops go on, also those whose records are not there. Idempotent."""
-        _call("end", "a", self.address)
+        _call("end", "s", self.name)
 
 
 def _call(name: str, arguments: str, *values: int) -> int:
-    returns = ctypes.c_int64 if name == "next_wanted" else None
+    returns = ctypes.c_int64 if name in ("begin", "next_wanted") else None
     function = bind(f"moejax_arrivals_{name}", arguments, returns)
     assert function is not None
     return function(*values)

@@ -127,6 +127,7 @@ class MoejaxEngine:
         )
         if not task.job:  # which begins at once
             self.llm.engine.runner.wait_compiled(everything=True)
+            self.llm.engine.runner.store.wait()
         self.versions = {"jax": import_module("jax").__version__, "ops": instruction_set()}
         self._requests: list[Any] = []
 

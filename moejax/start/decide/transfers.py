@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 from host_offload.control.rules import gives_away
-from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion
+from host_offload.memory.store import StoreBuilder, StoredVersion
 from host_offload.queue.cached import CacheSpec
 from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
@@ -102,4 +102,4 @@ def add_packed_layout(loaded: LoadedModel, settings: Settings, platform: str) ->
     (records,) = store.arrays.values()
     shape = (*records.shape[:2], packed.rows, packed.hidden)
     versions = store.versions | {PACKED_AS: StoredVersion(packed, AbsentRecords(shape))}
-    return dataclasses.replace(loaded, store=ExpertStore(versions))
+    return dataclasses.replace(loaded, store=dataclasses.replace(store, versions=versions))

@@ -114,7 +114,7 @@ def test_only_the_wanted_versions_are_read(directory, tmp_path):
     loaded = load_checkpoint(broken, versions=("int4", "lossless12"))
     assert list(loaded.store.layouts) == ["int4", "lossless12"]
     assert loaded.layout.version == "dense"
-    with pytest.raises(UserError, match=r"expert 0 of MoE layer 0, version dense .* damaged"):
+    with pytest.raises(UserError, match=r"expert . of MoE layer 0, version dense .* damaged"):
         load_checkpoint(broken)
 
 

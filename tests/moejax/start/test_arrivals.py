@@ -5,10 +5,13 @@ import time
 
 import pytest
 
+from host_offload.memory.store import StoreBuilder
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.checkpoint import wanted_first
 from moejax.checkpoints.read_ahead import _go
 from moejax.checkpoints.tensor_tasks import OpenTensor
+from moejax.costs import measure
+from pallas_kernels.cpu.arrivals import Arrivals
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
@@ -68,11 +71,40 @@ def test_a_first_token_waits_for_its_experts_alone(disk, budget):
     assert not loading_threads()
 
 
-def test_a_model_is_closed_while_it_is_read(disk):
+def test_a_model_is_closed_while_it_is_read(disk, monkeypatch):
+    built, ahead = [], StoreBuilder.ahead
+    monkeypatch.setattr(StoreBuilder, "ahead", lambda self: built.append(self) or ahead(self))
     with LLM("demo", **LIMITS) as llm:
         disk.set()
         text(llm, FIRST)
+        assert llm.stats()["store"]["unread_bytes"]
     assert not loading_threads() and _go.is_set()
+    assert [builder._memory for builder in built] == [None], "its memory is free, though llm lives"
+
+
+def test_a_store_that_ended_ends_no_later_one_at_its_address():
+    first, second = (Arrivals.begin(1 << 12, 64, 2) for _ in range(2))
+    assert first is not None and second is not None
+    first.end()
+    first.end()
+    assert first.name != second.name
+    second.end()
+
+
+def test_costs_are_measured_once_all_is_read(disk, monkeypatch):
+    class Measured(Exception):
+        pass
+
+    def link_rate(runner):
+        assert runner.store.unread == 0
+        raise Measured
+
+    monkeypatch.setattr(measure, "measure_link_rate", link_rate)
+    with LLM("demo", expert_budget="50%", **LIMITS) as llm:
+        assert llm.engine.runner.store.unread
+        disk.set()
+        with pytest.raises(Measured):
+            measure.measure(llm.engine.runner)
 
 
 @pytest.mark.parametrize("budget", [None, "50%"])
