@@ -19,7 +19,8 @@ class Erratic:
 
     moments: frozenset[Moment] = STEP_MOMENTS
     needs: frozenset[str] = NEEDS - {
-        *("probs", "gate_input", "embedding", "costs", "router"),
+        *("probs", "gate_input", "embedding", "token", "draft_token", "draft_ids"),
+        *("costs", "router"),
     }
     writes: frozenset[str] = frozenset(
         {"victim_weights", "prior", "fill_version", "stages", "pause_stages"}
