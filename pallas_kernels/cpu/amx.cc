@@ -5,6 +5,7 @@
 // of even elements plus that of the odd ones. No result knows how many rows or tokens a tile has, so
 // few tokens and many have one order, and there is one way to multiply any number of them.
 #include "decoders.h"
+#include "tiles_amx.h"
 
 namespace moejax {
 // Of kernels.cc: products of codes by tiles of bytes.
@@ -22,27 +23,6 @@ constexpr int64_t kDepth = 2048;     // elements of a sum for which tokens are t
 constexpr int64_t kColumns = 256;    // of rows that are added, as pairs in the first cache
 constexpr int64_t kMeanwhile = 4;    // rows of codes that are decoded between two products
 constexpr int64_t kFar = 512;        // bytes of a row that are asked for before they are read
-
-// The compiler's own forms of the first three do not say that they read and write memory.
-#define LOAD_TILE(tile, base, stride)                                                 \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)),     \
-                   "r"((int64_t)(stride)) : "memory")
-#define STORE_TILE(tile, base, stride)                                                \
-  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void*)(base)),       \
-                   "r"((int64_t)(stride)) : "memory")
-#define CONFIGURE(tiles) __asm__ volatile("ldtilecfg %0" ::"m"(tiles) : "memory")
-
-// Rows of the eight tiles, and their bytes.
-struct alignas(64) Tiles {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-  void set(int first, int count, int64_t rows_, int64_t bytes_) {
-    for (int i = first; i < first + count; i++) {
-      rows[i] = (uint8_t)rows_, bytes[i] = (uint16_t)bytes_;
-    }
-  }
-};
 
 // 16 rows of 16 numbers of 32 bits, turned; rows from `count` on are zeros.
 void turn(const void* const* rows, int64_t offset, int64_t count, __m512i (&out)[kSide]) {

@@ -59,6 +59,19 @@ INLINE V unfused(V product) {
   return product;
 }
 
+// exp(x) / 2^n for the whole number n nearest to x / ln 2 (Cephes expf).
+INLINE vf exponential_over(vf x, vf n) {
+  vf r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return p * (r * r) + (r + 1.0f);
+}
+
 // ---- what is known when a call begins, as constants of templates
 
 template <class T, T constant>

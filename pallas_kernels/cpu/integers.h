@@ -540,7 +540,8 @@ INLINE void unit_of_block(const int32_t* lanes, int64_t unit, const int32_t* con
 
 // out[t · kOutputs · kUnitLanes + i] for up to kBlockTokens tokens, with room for an even number.
 template <class K, bool minimum>
-void multiply_narrow_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens, float* out) {
+void multiply_narrow_block(const Integers& as, const IntegerBlock& b, const float* const* x, int64_t tokens,
+                           float* out) {
   constexpr int64_t all = kOutputs * kUnitLanes;
   const bool sixteen = b.unit == 16;
   const int32_t* q[kBlockTokens + 1];

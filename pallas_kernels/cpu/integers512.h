@@ -1,6 +1,9 @@
 // Products of integers with AVX-512 and VNNI, where VPDPBUSD adds four products of bytes to 32 bits:
 // included by integers.h, whose functions of the same names do the same for AVX2.
 #pragma once
+#ifdef __AMX_INT8__
+#include "tiles_amx.h"
+#endif
 
 namespace moejax {
 namespace {
@@ -492,20 +495,6 @@ void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64
 constexpr int64_t kTokensOfUnit = 8;
 
 #ifdef __AMX_INT8__
-#define LOAD_TILE(tile, base, stride)                                             \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)), \
-                   "r"((int64_t)(stride)) : "memory")
-
-// Rows of the eight tiles, and their bytes.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-  void set(int first, int count, int64_t rows_, int64_t bytes_) {
-    for (int i = first; i < first + count; i++) rows[i] = (uint8_t)rows_, bytes[i] = (uint16_t)bytes_;
-  }
-};
-
 // Tokens of a block from which on tiles are faster.
 constexpr int64_t kTileTokens = 13;
 
@@ -533,9 +522,9 @@ void numbers_of_tiles(const float* const* x, int64_t tokens, int64_t n, int64_t 
 
 // Sums of tokens in the tiles 0 and 1, their numbers in 2 and 3, lanes of codes in 4 and 5.
 INLINE void configure_tiles(int64_t unit) {
-  TileShapes tiles;
+  Tiles tiles;
   tiles.set(0, 2, kBlockTokens, 64), tiles.set(2, 2, kBlockTokens, unit), tiles.set(4, 2, unit / 4, 64);
-  __asm__ volatile("ldtilecfg %0" ::"m"(tiles) : "memory");
+  CONFIGURE(tiles);
 }
 
 #define MULTIPLY_TILES(sums, with_numbers, with_lanes, out)                                     \
@@ -543,7 +532,7 @@ INLINE void configure_tiles(int64_t unit) {
   LOAD_TILE(with_numbers, mine, unit);                                                          \
   LOAD_TILE(with_lanes, lanes, 64);                                                             \
   __asm__ volatile("tdpbsud %%tmm" #with_lanes ", %%tmm" #with_numbers ", %%tmm" #sums ::);     \
-  __asm__ volatile("tilestored %%tmm" #sums ", (%0,%1,1)" ::"r"((void*)(out)), "r"((int64_t)64) : "memory")
+  STORE_TILE(sums, out, 64)
 
 // As multiply_wide_block, of kBlockTokens tokens, whose numbers are as numbers_of_tiles has them.
 template <Shift how>

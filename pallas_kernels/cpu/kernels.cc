@@ -1368,7 +1368,7 @@ int64_t takes(const Format& f) {
 
 // ---- functions
 
-// Cephes expf: 2^n · p(r), |r| ≤ ln 2 / 2; below −87.3 it is 0.
+// exp(x); below −87.3 it is 0.
 INLINE vf exponential(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to a whole number
   vi tiny = x < splat(-87.3f);
@@ -1376,15 +1376,7 @@ INLINE vf exponential(vf x) {
   x = tiny ? splat(-87.3f) : x;
   vf shifted = x * 1.44269504f + magic;
   vf n = shifted - magic;
-  vf r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
+  vf p = exponential_over(x, n);
   vu exponent = ((vu)shifted - (vu)magic + 127u) << 23;
   return tiny ? vf{} : p * as_float(exponent);
 }

@@ -4,7 +4,7 @@
 // scores and queries their lanes, so a query's largest score and sum need no sums of lanes. Weights turn back
 // and multiply tiles of values, whose keys lie side by side in pairs.
 //
-// Contract 1: a row's bits depend on its lane alone, not on how many rows a call has. Of values that are not
+// Contract 1: a row's bits depend on that row alone, not on how many rows a call has. Of values that are not
 // finite see tiles.h.
 #pragma once
 #include "seen.h"
@@ -127,16 +127,7 @@ void score(const KeyTiles& keys, const char* q, float* scores, int64_t apart, Li
 INLINE vf weight_of(vf x) {
   x = (vf)_mm512_max_ps((__m512)splat(-110.0f), (__m512)x);  // NaN stays
   const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
-  vf r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return (vf)_mm512_scalef_ps((__m512)exponential_over(x, n), (__m512)n);
 }
 
 // Scores [key][query] of up to 16 rows become weights [query][key], two tiles; the rows' results so far shrink
