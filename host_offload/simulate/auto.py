@@ -216,11 +216,11 @@ class Watched(NamedTuple):
     """bool[S, L, E]: experts that a miss brings in a shadow's version; None: all."""
     reuse: np.ndarray | None = None
     """float64[L, E]: Shadows.distances of late, for cells by layer."""
-    taught: Mapping[tuple[int, int], Any] = {}
-    """(arm, policy) → what it learned of all steps, of policies with `learn`."""
+    taught: Mapping[Policy, Any] = {}
+    """What policies with `learn` learned of all steps, each once for all arms that have it."""
     tables: Residency | None = None
     """Before the window, with a prefetch or placement among the arms."""
-    known: Mapping[tuple[int, int], Any] = {}
+    known: Mapping[Policy, Any] = {}
     """`taught` before the window."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Measured over predicted seconds of computing and of moves."""
@@ -426,9 +426,9 @@ class Auto:
             ratios=self.ratios,
             said=said,
             taught={
-                (arm, i): policy.init(spec)
-                for arm, each in enumerate(self.policies)
-                for i, policy in enumerate(each)
+                policy: policy.init(spec)
+                for each in self.policies
+                for policy in each
                 if hasattr(policy, "learn")
             },
         )
@@ -471,8 +471,8 @@ class Auto:
         state, asked = self._ask(state, seen)
         if seen.moment != Moment.STEP_END:
             return state, asked
-        learners: Any = self.policies  # a policy need not have `learn`
-        taught = {p: learners[p[0]][p[1]].learn(s, seen) for p, s in state.taught.items()}
+        learners: Mapping[Any, Any] = state.taught  # a policy need not have `learn`
+        taught = {policy: policy.learn(known, seen) for policy, known in learners.items()}
         state = state._replace(taught=taught)
         state, own = self._end_step(state, self._glance(seen), seen)
         if not (said := _parts(own)):
@@ -839,10 +839,15 @@ class Auto:
     def _begun(self, state: Watched) -> list[list[Policy]]:
         """Returns `predicted`, of which policies that learn begin with what the window found, and
         as if the hottest experts stayed the same."""
-        found: Any = [[*policies] for policies in self.predicted]
-        for (arm, i), learned in state.known.items():
-            found[arm][i] = dataclasses.replace(found[arm][i], begun=learned)
-        return [[p for p in each if not isinstance(p, DynaExq)] for each in found]
+
+        def begin(policy: Any) -> Policy:
+            learns = hasattr(policy, "learn")
+            return dataclasses.replace(policy, begun=state.known[policy]) if learns else policy
+
+        return [
+            [begin(policy) for policy in each if not isinstance(policy, DynaExq)]
+            for each in self.predicted
+        ]
 
     def _tables(self, state: Watched, arm: str) -> Residency:
         """Returns those before the window, with what misses bring under an arm."""
@@ -877,8 +882,8 @@ class Auto:
             arm=arm,
             held=0,
             inner=tuple(
-                state.taught[arm, i] if (arm, i) in state.taught else policy.init(state.spec)
-                for i, policy in enumerate(self.policies[arm])
+                state.taught[policy] if hasattr(policy, "learn") else policy.init(state.spec)
+                for policy in self.policies[arm]
             ),
             switches=state.switches + 1,
             switched=state.switched + moved,
