@@ -80,7 +80,7 @@ def with_auto(plan: StartPlan) -> StartPlan:
         fill = versions_of(auto.arms[0], [*plan.spec.version_bytes])[-1]
         filled = np.where(plan.spec.has_all_versions[:, None], fill, mixed.fill_version)
         mixed = dataclasses.replace(mixed, fill_version=filled.astype(np.int8))
-    decided = settings.policies if ahead else (settings.policies[0], settings.precision.policy)
+    decided = settings.policies if ahead else (settings.policies[0], *settings.precision.policies)
     if auto.layered:
         decided = (*decided, *(p for p in settings.policies if isinstance(p, LayerCells)))
     others = (each for each in settings.policies if not any(each is one for one in decided))

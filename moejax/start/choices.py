@@ -85,7 +85,7 @@ class Settings:
         policy, driver = self.options.policy, self.options.transfer.driver.name
         free = policy.policy == "auto" and policy.eviction is None and driver == "host"
         known = len(self.precision.versions) == 1 or self.has_version_arms
-        others = (each for each in self.policies if each is not self.precision.policy)
+        others = (each for each in self.policies if each not in self.precision.policies)
         if not (free and known) or policy.policies or any(map(_decides_more, others)):
             return ()
         prefetch, placement = policy.prefetch, self.placement

@@ -72,6 +72,9 @@ def parts_of(start: Situation) -> dict[str, str]:
     by_miss = isinstance(precision.policy, Hobbit)
     fixed = mixed and not isinstance(precision.policy, DynaExq) and not precision.paged
     changes = any({"transitions", "fill_version"} & each.writes for each in settings.policies)
+    beside = "publish=arrival" if precision.publish == "arrival" else ""
+    if precision.promotions is not None:
+        beside = f"promote={precision.promotions.most}"
     changing = changes and "policies that change versions"
     there: dict[str, str | bool] = {
         "driver=device": driver.name == "device",
@@ -105,9 +108,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "fixed": fixed and named,
         "versions that change": mixed and (named if precision.policy is not None else changing),
         "arrival": precision.publish == "arrival" and "publish=arrival",
-        "arrival by ops": precision.publish == "arrival"
-        and transfers.name != "queue"
-        and "publish=arrival without a queue",
+        "beside by ops": beside and transfers.name != "queue" and f"{beside} without a queue",
         "hi_share": mixed and precision.hi_share is not None and "hi_share",
         "costs": settings.needs_costs and "policies or budgets that need costs",
         "resize by misses": policy.resize in ("right_size", "mv_wsa", "joint") and resize,
@@ -223,7 +224,7 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ): "every expert is resident, so nothing is missed; add paged=true",
     ("cache_aware_routing", "driver=stream"): "all experts are there when a layer is routed; take "
     "driver='device' or 'host'",
-    ("arrival by ops",): "the queue brings new versions beside the steps; add "
+    ("beside by ops",): "the queue brings new versions beside the steps; add "
     "transfers='queue' (--transfers queue)",
     ("tiers", "not dense"): "tiers pack dense experts; leave out one",
     ("tiers", "not in memory"): "tiers pack experts of a store in memory; leave out one",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Transition
+from host_offload.memory.budget import cells_of_layers
 from host_offload.policies.precision.maps import HI, LO
 
 
@@ -40,6 +42,50 @@ class Hobbit:
         state = state.copy()
         state[seen.layer] = np.where(heavy, HI, LO)
         return state, Decision(fill_version=state)
+
+
+class Waiting(NamedTuple):
+    """State of Promotions."""
+
+    experts: np.ndarray
+    """bool[L, E]: those whose miss brought the low version, which they still have."""
+    cells: np.ndarray
+    """int64[L]: high cells."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Promotions:
+    """Brings the high version of experts whose miss brought the low one, while the link has time.
+
+    Misses come first: a step's misses and the promotions that follow them are at most `most`
+    experts, the latest used first and one of a layer. A promotion takes a free high cell, or that
+    of an expert that was used before; otherwise the expert waits while it is resident.
+    """
+
+    most: int
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"missed", "version", "last_used"})
+    writes: frozenset[str] = frozenset({"transitions"})
+
+    def init(self, spec: Spec) -> Waiting:
+        high = 0 if spec.capacity is None else spec.capacity[HI]
+        cells = cells_of_layers(high, spec.has_all_versions.tolist(), spec.experts)
+        return Waiting(np.zeros((spec.layers, spec.experts), bool), np.array(cells))
+
+    def decide(self, state: Waiting, seen: Observation) -> tuple[Waiting, Decision]:
+        waiting = (state.experts | seen.missed) & (seen.version == LO)
+        high = seen.version == HI
+        victims = np.where(high, seen.last_used, np.iinfo(np.int32).max).min(axis=1)
+        free = high.sum(axis=1) < state.cells
+        used = np.where(waiting, seen.last_used, -1)
+        latest = used.max(axis=1)
+        layers = np.flatnonzero((latest > victims) | (free & (latest >= 0)))
+        layers = layers[np.argsort(-latest[layers], kind="stable")]
+        due = layers[: max(self.most - np.count_nonzero(seen.missed), 0)]
+        transitions = zip(due.tolist(), used[due].argmax(axis=1).tolist(), strict=True)
+        decision = Decision(transitions=tuple(Transition(*place, HI) for place in transitions))
+        return state._replace(experts=waiting), decision
 
 
 def find_heavy(ids: np.ndarray, weights: np.ndarray, experts: int, threshold: float) -> np.ndarray:

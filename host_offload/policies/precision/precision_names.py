@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.hobbit import Hobbit
+from host_offload.policies.precision.hobbit import Hobbit, Promotions
 from host_offload.policies.precision.maps import (
     LO,
     check_map,
@@ -53,6 +53,8 @@ class Precision:
     dense."""
     policy: Policy | None = None
     """What changes versions while the model runs: DynaExq, or a policy of a grid's own."""
+    promotions: Promotions | None = None
+    """Brings the high version after the low one; None: it does not follow."""
     given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """int8[L, E]: a map from a file."""
     hot: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -102,7 +104,7 @@ class Precision:
     @property
     def policies(self) -> tuple[Policy, ...]:
         """The policies that change versions while the model runs."""
-        return () if self.policy is None else (self.policy,)
+        return tuple(each for each in (self.policy, self.promotions) if each is not None)
 
     def start(
         self,
@@ -149,6 +151,7 @@ class Precision:
             **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
             **({} if self.publish == "step" else {"publish": self.publish}),
             **({"paged": self.paged} if self.mixed else {}),
+            **({} if self.promotions is None else {"promote": self.promotions.most}),
             **{name: getattr(self.policy, name) for name in names},
         }
 
@@ -203,7 +206,8 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
             )
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "hobbit":
-        return dataclasses.replace(plan, policy=Hobbit(**keys), paged=True)
+        promotions = Promotions(keys.pop("promote")) if "promote" in keys else None
+        return dataclasses.replace(plan, policy=Hobbit(**keys), promotions=promotions, paged=True)
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
     if (path := keys.get("scores")) is not None:
@@ -237,6 +241,7 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
     "hobbit": {
         **{name: MIXED_SETTINGS[name] for name in ("hi", "lo", "hi_share", "quantizer")},
         "threshold": number,
+        "promote": whole(1),
     },
     "dynaexq": {
         **MIXED_SETTINGS,

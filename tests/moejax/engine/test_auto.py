@@ -168,7 +168,7 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
             ({"precision": own}, 3),
             (host, 15),
             (both, 12),
-            ({**host, "precision": "hobbit"}, 11),
+            ({**host, "precision": "hobbit,promote=9"}, 11),
             ({**both, "precision": "hobbit", "prefetch": None}, 6),
         )
     ):

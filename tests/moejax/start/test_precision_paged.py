@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import TraceError, read_trace
 from moejax.checkpoints.random_model import shape
 from moejax.engine.step_work import demand_bytes
+from moejax.errors import UserError
 from moejax.traces.tracer import start_trace
-from tests.moejax.engine_runs import run
+from tests.moejax.engine.scenes import open_llm, same_bits
+from tests.moejax.engine_runs import mixed_jobs, run
 from tests.moejax.start.precision_engines import EXPERTS, JOBS, LAYERS, LIMITS, start_planned
+from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow
 SLOTS = 8
@@ -125,6 +129,30 @@ def test_misses_that_weigh_little_come_in_fewer_bits(tmp_path):
     dense, low = (record.nbytes for record in layout().records)
     assert nbytes[1.0] == fills[1.0] * dense
     assert fills[0.0] * low < nbytes[0.0] < fills[0.0] * (dense + low) / 2
+
+
+@NATIVE
+def test_the_full_version_follows_whatever_the_link(tmp_path):
+    """Beside the steps, so that bits do not depend on its speed; a step's promotions and the misses
+    of the step before are at most as many as the setting says, and a replay has each."""
+    text, found = "hobbit,threshold=0.2,hi_share=0.6,promote=6", []
+    for rate in ("2GB/s", "20MB/s"):
+        options: dict[str, Any] = {"driver": "host", "memory": 4 << 20, "precision": text}
+        options |= {"transfers": f"queue,rate={rate}", "enable_prefix_caching": False}
+        with open_llm(trace=tmp_path / rate[:2], **options) as llm:
+            found.append(run(llm, mixed_jobs(), check=False))
+            said = llm.stats()["control"]["precision"]
+        trace = read_trace(tmp_path / rate[:2])
+        again = replay(trace, policies=precision_of(text).policies)
+        assert again.bytes is not None and again.control is not None
+        assert again.bytes.sum() == trace.array("step.bytes").sum()
+        assert again.control["precision"] == said and said["promotions"] > 20
+        missed = np.unpackbits(trace.array("step.missed"), axis=-1).sum(axis=(1, 2))
+        promoted = again.staged.sum(axis=1)
+        assert (promoted[1:] <= np.maximum(6 - missed[:-1], 0)).all()
+    assert same_bits(*found)
+    with pytest.raises(UserError, match=r"promote=6 without a queue: .*add transfers='queue'"):
+        open_llm(**{**options, "transfers": "ops"})
 
 
 @pytest.mark.parametrize(
