@@ -26,9 +26,9 @@ GAIN = 1.05
 """How much faster another length must be before the engine changes to it."""
 COST = 0.02
 """Share of the time that drafts may lose in the long run."""
-LOSS, WON = 2.0, 2.0
+LOSS, WON = 2.0, 8.0
 """Times of a step without drafts that drafts may lose before they end, and beyond that what they
-won before, at most."""
+won before, at most: answers that repeat their prompt have stretches that do not."""
 HOLDS = 2 * TRIAL, 16 * WINDOW
 """Steps with drafts after which those without are measured again: at first, and at most."""
 SHOWN = 0.1
