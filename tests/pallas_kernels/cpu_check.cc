@@ -983,9 +983,16 @@ int main(int argc, char** argv) {
 #ifdef MOEJAX_STAND_INS
   tables = {&kernels_wide};
 #endif
+#ifdef MOEJAX_EMULATED_TILES  // these alone; their products of integers are in another unit
+  Kernels tiles = kernels_amx();
+  tiles.integer_dots = kernels_avx512bf16.integer_dots;
+  tiles.integer_columns = kernels_avx512bf16.integer_columns;
+  if (kernels_named("avx512bf16")) tables = {&tiles};
+#else
   for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
     if (const Kernels* kernels = kernels_named(name)) tables.push_back(kernels);
   }
+#endif
   std::string ran;
   for (const Kernels* kernels : tables) {
     rng.seed((unsigned)std::atoi(argv[1]));

@@ -230,6 +230,7 @@ def test_refuses_other_dtypes(x, weights, message):
 SHARED = (
     "select",
     "arena",
+    "arrivals",
     "supply",
     "transfer_queue",
     "transfer_calls",
