@@ -86,7 +86,7 @@ struct Round {
     faults = {rng(), 300e-6, pick(0, 3) ? 0 : 0.01, 0, pick(0, 1) ? 0.9 : 0.1,
               pick(0, 2) ? 0 : 0.3, pick(0, 2) ? 0 : 0.7};
     inject(queue.get(), faults);
-    Sources sources{1, kLayers, kExperts, {}, {}, {0, 0}, {nullptr}};
+    Sources sources{1, kLayers, kExperts, {}, {}, {0, 0, 0}, {nullptr}};
     const int64_t record = format.rows * format.hidden * 2;
     for (int64_t i = 0; i < kLayers * kExperts; i++) {
       const auto place = reinterpret_cast<int64_t>(store.data()) + i * record;

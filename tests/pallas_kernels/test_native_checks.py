@@ -33,7 +33,10 @@ BESIDE_EXPERTS = (
     *(NATIVE_OPS / op / "cpu.cc" for op in ("fill", "records")),
     *(
         build.HERE / f"{name}.cc"
-        for name in ("supply", "arena", "transfer_calls", "checksums", "gguf", "transpose")
+        for name in (
+            *("supply", "arena", "arrivals", "transfer_calls"),
+            *("checksums", "gguf", "transpose"),
+        )
     ),
 )
 WORKERS = CHECKS / "workers_check.cc", build.HERE / "workers.cc"
