@@ -205,8 +205,9 @@ class PolicyOptions:
         "which experts are fetched before they are needed. With either driver: random, or "
         "deepspeed (none); with --driver device: expert_map_in_step[=FILE]; with --driver host: "
         "expert_map, moe-infinity, fate, mixtral-offloading, coactivation, tokens, "
-        "layer-streaming, promoe=FILE, learned=FILE, learned_online=FILE, expertflow=FILE. FILE is "
-        "what `moejax train-predictor` wrote (docs/explanation/policies.md; default: none)",
+        "layer-streaming, fluxmoe, promoe=FILE, learned=FILE, learned_online=FILE, "
+        "expertflow=FILE. FILE is what `moejax train-predictor` wrote "
+        "(docs/explanation/policies.md; default: none)",
         default=None,
         common=True,
         metavar="NAME[=PATH]",

@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_budget": ("3MiB", "512KiB", "256KiB"),
     "precision": (None, None, "lossless12", *LOSSY),
     "placement": (None, None, "fiddler", "greedy,per_token=1ms,startup=1ms,load=1ms"),
-    "prefetch": (None, "random", "moe-infinity", "fate", "tokens", "layer-streaming"),
+    "prefetch": (None, "random", "moe-infinity", "fate", "tokens", "layer-streaming", "fluxmoe"),
     "eviction": ("lru", "lfu", "lfru", "fifo", "global-lru"),
     "policy": (None, "auto"),
     "cells": ("uniform", "marginal"),

@@ -18,6 +18,7 @@ PREFETCH = Registry(
         "expert_map_in_step": "expert_map.in_step:ExpertMapInStep",
         "expertflow": "expertflow:ExpertFlow",
         "fate": "fate:Fate",
+        "fluxmoe": "fluxmoe:FluxMoE",
         "layer-streaming": "deepspeed:LayerStreaming",
         "learned": "llapor:Learned",
         "learned_online": "llapor_online:LearnedOnline",

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
+from host_offload.policies.prefetch.fluxmoe import FluxMoE
 from host_offload.policies.prefetch.oracle import clairvoyant_of, oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
@@ -68,7 +70,7 @@ FITS: dict[str, Any] = PREFETCH.fits | {
 
 def test_names():
     known = (
-        "coactivation, deepspeed, expert_map, expert_map_in_step, expertflow, fate, "
+        "coactivation, deepspeed, expert_map, expert_map_in_step, expertflow, fate, fluxmoe, "
         "layer-streaming, learned, learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
     )
     assert [*PREFETCH] == [*known.split(", "), "random", "tokens"]
@@ -250,6 +252,65 @@ def test_random_prefetch_draws_absent_experts_and_the_same_again(told):
     assert set(drawn) == {(1, expert) for expert in range(5)}
     with pytest.raises(ValueError, match="count must be at least 1, not 0"):
         RandomPrefetch(count=0).init(told)
+
+
+def streaming(cells: int) -> Callable[..., Any]:
+    """Asks FluxMoE in 4 layers of 8 experts with so many cells, where a higher number was used more
+    and experts 6 and 7 are absent. Returns (stages, priors)."""
+    state = np.full((4, 8), State.RESIDENT, np.int8)
+    state[:, 6:] = State.ABSENT
+    tables = {"cells": np.full(4, cells // 4), "frequency": np.tile(np.arange(8), (4, 1))}
+    policy = FluxMoE()
+    last = policy.init(policy_runs.spec(layers=4, experts=8))
+
+    def ask(moment: Moment, layer: int, **fields: Any) -> tuple[list[tuple[int, int]], Any]:
+        nonlocal last
+        known = {"state": state, **tables, **fields}
+        last, decision = policy.decide(last, Observation(moment, 0, 0, 0, -1, layer, 0.0, **known))
+        return wanted(decision), decision.prior
+
+    return ask
+
+
+def test_fluxmoe_brings_the_next_layer_beside_the_experts_that_were_used_most():
+    ask = streaming(24)  # 16 are of two whole layers, 4 of each of the others
+    assert ask(Moment.LAYER_BEGIN, 0) == ([(0, 7), (0, 6)], None)
+    stages, prior = ask(Moment.ROUTED, 0)
+    assert stages == [(1, 7), (1, 6)]
+    assert prior.tolist() == [[0] * 4 + [1] * 4, [1] * 8, [0] * 8, [0] * 8]
+    assert ask(Moment.LAYER_BEGIN, 1) == (stages, None)
+    none = np.full((4, 8), State.ABSENT, np.int8)
+    stages, prior = ask(Moment.ROUTED, 3, state=none)
+    assert stages == [(0, expert) for expert in range(7, -1, -1)]
+    assert prior.tolist() == [[1] * 8, [1] * 8, [0] * 8, [0] * 4 + [1] * 4]
+    assert ask(Moment.STEP_BEGIN, -1) == ([], None)  # nothing is left for the step's own list
+
+
+def test_fluxmoe_leaves_the_present_layer_its_cells():
+    for cells, brought in ((8, 0), (12, 0), (16, 2)):
+        stages, prior = streaming(cells)(Moment.ROUTED, 0)
+        assert len(stages) == brought and not prior[0].any()
+
+
+def test_fluxmoe_misses_nothing_once_residents_are_known(tmp_path):
+    """Each step brings what is no resident, once, where others are missed on demand."""
+    layers, experts, cells = 6, 16, 10
+    rng, hot = np.random.default_rng(0), np.arange(layers)[:, None] + np.arange(4)
+    often = np.ones((layers, experts))
+    often[np.arange(layers)[:, None], hot] = 8
+    often /= often.sum(axis=1, keepdims=True)
+    steps = [
+        np.array([[rng.choice(experts, 3, replace=False, p=p) for p in often] for _ in range(24)])
+        for _ in range(40)
+    ]
+    plain, requests = write_trace(tmp_path / "plain", steps, experts), np.arange(24, dtype=np.int32)
+    each = (step._replace(request=requests) for step in plain.step_traces())
+    run = rewritten(tmp_path / "t", plain, each)
+    found = simulate(run, prefetch="fluxmoe", driver="host", cells=cells)
+    residents = (layers * cells - 2 * experts) // (layers - 2)
+    assert not found.misses[10:].any()
+    assert set(found.staged[10:].sum(axis=1)) <= {layers * (experts - residents)}
+    assert simulate(run, driver="host", cells=cells).misses[10:].sum() > 800
 
 
 def test_an_oracle_is_of_one_run_only(trace, told, tmp_path):

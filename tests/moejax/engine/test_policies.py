@@ -67,6 +67,10 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "one pool": ({"eviction": "global-lfu", "driver": "host,waves=2"}, ()),
     "next layer": (HOST, (CoActivation(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
+    **{
+        f"streamed layers, {budget}": ({"prefetch": "fluxmoe", "expert_budget": budget, **HOST}, ())
+        for budget in ("30%", "55%", "80%")
+    },
 }
 QUICK = {"fifo", "next layer"}
 """With the programs of test_what_an_engine_says_of_its_policies."""
@@ -74,8 +78,8 @@ QUICK = {"fifo", "next layer"}
 
 def traced(directory, policies=(), late: bool = False, **options) -> Trace:
     """The trace of a run under these policies, of a cold engine. late: transfers are."""
-    given = {"expert_budget": "40%", "policies": policies, "trace": directory}
-    with open_llm(enable_prefix_caching=False, **given, **options) as llm:
+    given = {"expert_budget": "40%", "policies": policies, "trace": directory, **options}
+    with open_llm(enable_prefix_caching=False, **given) as llm:
         if late:
             delay(llm, 1e-3, 0.2)
         erratic = any(isinstance(policy, Erratic) for policy in policies)
@@ -96,11 +100,11 @@ def test_no_bit_changes_and_a_replay_is_what_the_engine_did(name, tmp_path):
         np.testing.assert_array_equal(getattr(found, field), trace.array(f"step.{field}"))
     np.testing.assert_array_equal(found.bytes, found.transfers * RECORD)
     assert found.misses.sum() > 0 and found.of_kind("decode").sum() > 20
-    if policies and name != "static":
+    if (policies or "prefetch" in options) and name != "static":
         assert found.staged.sum() > 0 and len(list(trace.transfers())) > 0
     read, dispatched = trace.array("step.read_s"), trace.array("step.start_s")
     # A step with hooks is read before the next one is dispatched, others mostly after.
-    between = name in ("next layer", "erratic between layers", "one pool")
+    between = name in ("next layer", "erratic between layers", "one pool") or "prefetch" in options
     assert (read[:-1] > dispatched[1:]).any() == (not between)
 
 
@@ -278,6 +282,7 @@ def test_a_hot_table_in_the_engine(options):
         {"eviction": "global-lfu"},
         # What was on its way into a cell that another layer got is nobody's.
         {"prefetch": "expert_map", **OVER_A_LINK},
+        {"prefetch": "fluxmoe", **OVER_A_LINK},
         pytest.param({"prefetch": "expert_map", "transfers": "queue"}, marks=pytest.mark.nightly),
     ],
     ids=str,
