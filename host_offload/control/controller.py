@@ -153,6 +153,12 @@ class Seat:
         """The moments at which the policy wants to be asked now."""
         return self.moments if self._active is None else self._active(self.state)
 
+    @property
+    def pools(self) -> bool:
+        """Whether the policy wants a pool now."""
+        pools: Callable[[Any], bool] | None = getattr(self.policy, "pools", None)
+        return wants_pool(self.policy) if pools is None else pools(self.state)
+
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
         if moment not in self._observed:
@@ -281,7 +287,7 @@ class Controller:
         """Whether a policy wants to be asked at the moment now."""
         if moment not in self.moments:
             return False
-        if self.pool is not None and moment == Moment.EXPERTS_BEGIN:
+        if self.pool is not None and self.pool.pools and moment == Moment.EXPERTS_BEGIN:
             return True
         return moment in self._always or any(moment in seat.active for seat in self._seats)
 
@@ -325,11 +331,12 @@ class Controller:
     def stages(self, step: int) -> list[Entry]:
         """Returns the step's list of transfers, at most spec.stage_entries. They are in flight
         until end_step or forget."""
-        if self.tables is None or not self.stages_transfers:
+        if self.tables is None:
             return []
         if self.pool is not None:
             self.tables = self.tables.copy()
-        return self.staging.entries(step, self.tables)
+            self.pool.begin_step(step, self.tables, any(seat.pools for seat in self._seats))
+        return self.staging.entries(step, self.tables) if self.stages_transfers else []
 
     def settle_budget(self, done: bool) -> None:
         """Notes whether wanted_cells and wanted_kv_pages were carried out; otherwise they wait."""
@@ -439,7 +446,7 @@ class Controller:
             counts = self._counts(routing.ids, layer)
         known = {"rows": rows, "routing": routing, "counts": counts}
         self._ask_all(Shown(moment, step, seconds, layer=layer, link=link, **known))
-        if (pool := self.pool) is not None:
+        if (pool := self.pool) is not None and pool.pools:
             assert self.tables is not None, "a pool is looked at: give the controller the tables"
             active = None
             if routing is not None:

@@ -418,13 +418,15 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Seven more attributes are optional:
+    Eight more attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy
       consists of them and costs nothing at run time.
     - `pool`: True: the cells of all layers are one pool, and the expert of least value among all
       layers, by the same key, is evicted. Only with driver="host".
+    - `pools(state)`: whether it wants the pool now; without it, always. Else each layer has an even
+      share of the cells.
     - `search`: a MapSearch: decode steps choose transfers themselves, by expert maps that the
       policy writes. Only with driver="device".
     - `active(state)`: those of its moments at which it wants to be asked now; without it, all.

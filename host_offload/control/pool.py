@@ -9,6 +9,7 @@ import numpy as np
 
 from host_offload.control.interface import Spec, StagedTransfer
 from host_offload.control.staging import Staging
+from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, HandOver, Residency
 from pallas_kernels.plan.victim import victim_key
@@ -62,8 +63,30 @@ class PooledStaging(Staging):
         self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
         self._room = False
         """Whether the layer's free cells are reserved for its misses."""
+        self.pools = True
+        """Whether policies want a pool now."""
         self.handed = 0
         """Number of cells that moved to another layer."""
+
+    def begin_step(self, step: int, tables: Residency, pools: bool) -> None:
+        """Says whether policies want a pool in the step. If not, layers get even shares of the
+        cells back, the least valuable ones of other layers, and then keep their own."""
+        self.pools = pools
+        if pools:
+            return
+        have = np.sum(tables.cell_row >= 0, axis=1)
+        lacking = np.array(cells_per_layer(int(have.sum()), *tables.address.shape)) - have
+        if not lacking.any():
+            return
+        self.look(step, tables, 0, None, room=False)
+        worth = self._free_to_go(tables)
+        for taker in np.repeat(np.arange(len(have)), np.maximum(lacking, 0)).tolist():
+            found = self._best(tables, np.where(lacking[:, None] < 0, worth, _NEVER), taker)
+            if found is None:
+                return
+            self._hand_cell(tables, found, taker, evict=True)
+            worth[found] = _NEVER
+            lacking[found[0]] += 1
 
     def look(
         self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
@@ -82,8 +105,10 @@ class PooledStaging(Staging):
             self._room = True
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
-        """See Transfers. The expert of least value in the pool is evicted: first among unwanted
-        experts, then among less urgently wanted ones."""
+        """See Transfers. The expert of least value in the pool, if there is one, is evicted: first
+        among unwanted experts, then among less urgently wanted ones."""
+        if not self.pools:
+            return super().entries(step, tables, between_layers=between_layers)
         if not self.queued:
             return []
         if not between_layers:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from host_offload.control.interface import (
     Policy,
     Spec,
 )
+from host_offload.control.rules import wants_pool
 from host_offload.control.step_record import Glance, StepRecord
 from host_offload.memory.budget import cells_of_versions, cells_per_layer
 from host_offload.memory.tables import Residency
@@ -291,6 +293,11 @@ class Auto:
         return any(map(is_ahead, self.arms))
 
     @functools.cached_property
+    def pool(self) -> bool:
+        """Whether an arm has one pool of cells. The others have an even share in each layer."""
+        return any(map(wants_pool, itertools.chain(*self.policies)))
+
+    @functools.cached_property
     def versioned(self) -> bool:
         """Whether arms say in which version misses come."""
         return any(PRECISION in arm for arm in self.arms)
@@ -462,6 +469,10 @@ class Auto:
         same = load < OTHER_LOAD * before and before < OTHER_LOAD * load
         return known and same and state.fresh + 1 < self.window
 
+    def pools(self, state: Watched) -> bool:
+        """Whether the present arm has one pool of cells."""
+        return any(map(wants_pool, self.policies[state.arm]))
+
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
         moments = (policy.moments for policy in self.policies[state.arm])
@@ -527,6 +538,9 @@ class Auto:
         elif self.ahead and state.tables is None:  # the window begins with the next step
             assert whole is not None
             cells = _cells_of(state.spec).T if self.versioned else None
+            if self.pool:  # arms are compared from even shares on
+                shares = cells_per_layer(int(whole.cells.sum()), *whole.version.shape)
+                cells = np.array(shares)[:, None]
             begun = {"tables": tables_of(whole, cells), "known": state.taught}
             return state._replace(seconds=seen.seconds, **begun), _NOTHING
         else:

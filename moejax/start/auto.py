@@ -34,7 +34,7 @@ from moejax.costs.hardware import HARDWARE, hardware_of, stated_costs
 from moejax.costs.store import find_cost_model, identity
 from moejax.engine.drafts import Drafts
 from moejax.errors import UserError
-from moejax.start.choices import GATED
+from moejax.start.choices import GATED, STREAMED
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import Cells
 
@@ -114,6 +114,10 @@ def _ahead_arms(plan: StartPlan) -> tuple[str, ...]:
     settings, spec, arms = plan.settings, plan.spec, plan.settings.ahead_arms
     if plan.steps.config.routes_apart:
         arms = tuple(arm for arm in arms if arm not in GATED)
+    # Cells of a pool hold one version, and none is a layer's own or goes to KV.
+    uniform = settings.options.policy.cells == Cells() and _eviction_arms(plan) == EVICTIONS
+    if settings.has_version_arms or not uniform:
+        arms = tuple(arm for arm in arms if arm != STREAMED)
     whole = next((said(p, spec) for p in settings.policies if isinstance(p, PlacementPolicy)), "")
     named = map(parts_of, arms)
     return tuple((p._replace(placement=whole) if p.placement else p).arm for p in named)

@@ -19,6 +19,8 @@ PACKED_AS = "lossless12"
 
 GATED = "fate", "mixtral-offloading"
 """Prefetches by routers, which read what the routers read."""
+STREAMED = "fluxmoe"
+"""The prefetch that has one pool of cells."""
 AHEAD = frozenset({"stages", "victim_weights", "prior", "execute", "load_order"})
 """What prefetches and placements decide."""
 
@@ -90,7 +92,7 @@ class Settings:
             return ()
         prefetch, placement = policy.prefetch, self.placement
         if prefetch is placement is None:
-            return *GATED, "tokens", "layer-streaming"
+            return *GATED, "tokens", "layer-streaming", STREAMED
         placed = None if placement is None else f"{PLACED}{placement}"
         named = [arm for arm in (prefetch, placed) if arm is not None]
         return (*named, "+".join(named)) if len(named) > 1 else tuple(named)

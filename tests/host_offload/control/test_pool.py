@@ -1,6 +1,7 @@
 """Cells of one pool: the cache that a policy names, whichever layer's turn it is."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,13 @@ from host_offload.control.interface import Decision, Moment, Stage
 from host_offload.control.pool import PooledStaging
 from host_offload.control.rules import PolicyError
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import HandOver, HandOvers, Residency, hand_over_cells
+from host_offload.memory.tables import (
+    HandOver,
+    HandOvers,
+    Residency,
+    cold_tables,
+    hand_over_cells,
+)
 from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.weights import GlobalLRU
 from host_offload.simulate.simulator import simulate
@@ -176,6 +183,49 @@ def test_who_came_ahead_stays_until_its_layer(tmp_path):
     least = simulate(trace, policies=policies, cells=1, driver="host")
     assert least.read_through.sum() == 0, "two of three cells are of what came ahead"
     assert least.staged[3].tolist() == [0, 0, 2] and least.hits[3, 2] < 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ByTurns:
+    """LRU, with one pool from step `first` on and before step `last`."""
+
+    first: int
+    last: int
+    pool: bool = True
+    victim_weights: tuple = (1, 0, 0)
+    moments: frozenset = frozenset({Moment.STEP_END})
+    needs: frozenset = frozenset()
+    writes: frozenset = frozenset({"victim_weights"})
+
+    def init(self, spec) -> int:
+        """The number of the next step."""
+        return 0
+
+    def pools(self, state: int) -> bool:
+        return self.first <= state < self.last
+
+    def decide(self, state, observation):
+        return state + 1, Decision()
+
+
+def test_without_a_pool_layers_have_even_shares_and_keep_them(tmp_path):
+    """All hits are those of a pool, or of each layer's own cells once their residents are theirs
+    again."""
+    routing = random_routing(np.random.default_rng(0), 60, LAYERS, EXPERTS, 2)
+    trace = write_trace(tmp_path / "t", routing, EXPERTS)
+    given: dict[str, Any] = {"cells": 4, "driver": "host"}
+    own, pooled = (simulate(trace, eviction=n, **given).hits for n in ("lru", "global-lru"))
+
+    def run(first: int, last: int) -> tuple[np.ndarray, list[int]]:
+        tables = cold_tables(np.full((LAYERS, 1), 4), EXPERTS, bound=EXPERTS)
+        found = simulate(trace, policies=[ByTurns(first, last)], tables=tables, **given)
+        return found.hits, np.sum(tables.cell_row >= 0, axis=1).tolist()
+
+    (never, even), (always, moved), (hits, back) = run(60, 60), run(0, 60), run(20, 40)
+    assert even == back == [4] * LAYERS != moved
+    assert np.array_equal(never, own) and np.array_equal(always, pooled)
+    assert np.array_equal(hits[:20], own[:20]) and np.array_equal(hits[50:], own[50:])
+    assert not np.array_equal(hits[20:40], own[20:40])
 
 
 def staging_of(used: int) -> tuple[PooledStaging, Residency]:

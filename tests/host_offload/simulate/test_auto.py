@@ -316,6 +316,37 @@ def test_a_prefetch_that_learns_is_priced_by_what_it_learned_before_the_window(
     assert (used > 100) == learns
 
 
+@pytest.mark.parametrize(
+    ("used", "first", "chosen"), [(16, "lru", "fluxmoe"), (8, "fluxmoe", "lru")]
+)
+def test_layers_are_streamed_where_steps_use_most_experts(used, first, chosen, tmp_path):
+    """And not where an even share of the cells holds what a layer uses: it gets that back."""
+    layers, experts, rows, cells, link = 6, 16, 24, 10, Link(rate=4.3e5)
+    step = StepCost(layers * 2e-3, 0.0, 0.0, 0.0, 0.0, fill=1e-4, read=1e-4)
+    costs = CostModel(
+        layers, experts, 3, expert_bytes=100, chunk=16, row_tile=16, decode={rows: step},
+        prefill=step, control=0.0, recompute_per_token=0.0, kv_swap_per_byte=0.0,
+        link_per_byte=1 / 4.3e5,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    shape = 60, rows, layers
+    ids = [rng.permutation(used)[:3] for _ in range(np.prod(shape))]
+    plain = write_trace(tmp_path / "plain", list(np.sort(ids).reshape(*shape, 3)), experts)
+    requests = np.arange(rows, dtype=np.int32)
+    each = (record._replace(request=requests) for record in plain.step_traces())
+    tables = cold_tables(np.full((layers, 1), cells), experts, bound=experts)
+    run = predict(
+        rewritten(tmp_path / "t", plain, each), costs, cells=cells, driver="host", link=link,
+        policies=(Auto((cells,) * layers, costs, link, (first, chosen), bare=True),), tables=tables,
+    )  # fmt: skip
+    assert run.simulation.control is not None
+    said = run.simulation.control["said"]["auto"]
+    assert said["arm"] == chosen
+    assert (said["step_s"]["lru"] == pytest.approx(layers * 2e-3)) == (chosen == "lru")
+    shares = np.sum(tables.cell_row >= 0, axis=1).tolist()
+    assert (shares == [cells] * layers) == (chosen == "lru")
+
+
 BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10us,attention=10us"
 
 
