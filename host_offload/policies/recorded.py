@@ -79,6 +79,9 @@ def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     others.
     """
     name = (policy if isinstance(policy, type) else type(policy)).__name__
+    pool = getattr(policy, "pool", False)
+    if pool and hasattr(policy, "pools"):
+        raise TraceError(f"{name} pools cells in some steps, which a repeated run cannot")
     found = tuple(
         (line["step"], Moment[line["moment"]], _decision(name, line["decision"]))
         for line in trace.policy_decisions()
@@ -86,7 +89,7 @@ def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     )
     if not found:
         raise TraceError(f"{trace.directory} has no decisions of {name}")
-    weights, pool = getattr(policy, "victim_weights", None), getattr(policy, "pool", False)
+    weights = getattr(policy, "victim_weights", None)
     return RecordedPolicy(name, str(trace.directory), found, weights, pool)
 
 

@@ -77,7 +77,7 @@ def tables_of(seen: Observation, cells: np.ndarray | None = None) -> Residency:
     tables = cold_tables(cells, experts, bound=max(experts, int(cells.sum(axis=1).max())))
     layer, expert = np.nonzero(seen.version >= 0)
     version = seen.version[layer, expert]
-    order = np.lexsort((version, layer))
+    order = np.lexsort((-seen.last_used[layer, expert], version, layer))
     layer, expert, version = layer[order], expert[order], version[order]
     place = layer * cells.shape[1] + version
     number = np.arange(layer.size) - np.searchsorted(place, place)
@@ -124,7 +124,8 @@ def predict_recent(
     )
     trace = Recent(Path("recent"), header, True, (), tuple(records))
     if not isinstance(costs, CostModel):  # layers' sizes may differ
-        sizes = {name: np.full(spec.layers, of.expert_bytes) for name, of in costs.items()}
+        some, least = spec.has_all_versions, [*costs.values()][-1].expert_bytes
+        sizes = {name: np.where(some, of.expert_bytes, least) for name, of in costs.items()}
         spec = dataclasses.replace(spec, version_bytes=sizes, moved_bytes=None)
     versions, granted = range(len(spec.version_bytes)), tables.cell_row >= 0
     each = [np.sum(granted & (tables.cell_version == v), axis=1) for v in versions]

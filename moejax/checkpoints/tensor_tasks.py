@@ -29,9 +29,9 @@ from moejax.errors import UserError, user_errors
 from pallas_kernels.records import RecordFormat
 
 _CHUNK = 4 << 20
-"""Bytes read at once: an expert's matrix in most models. Each chunk waits several times for the
-interpreter, up to 5 ms each while another thread traces. Beside one that computes, 3.2 GB of
-experts came in 8 to 13 s, in 12 to 25 by 1 MiB (warm page cache, a machine under load)."""
+"""Bytes read at once. Each chunk waits several times for the interpreter, up to 5 ms each while
+another thread traces: beside such a one 3.2 GB of experts came in 8 to 13 s, in 12 to 25 by 1 MiB
+(two cores of a Zen 4 under load, page cache warm, 2026-11-29)."""
 
 _PIECE = 64 << 20
 """Bytes of a large parameter that one thread reads."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.paging import PagedSpec
+from host_offload.control.rules import wants_pool
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.placement.placement_names import said
 from host_offload.policies.placement.placement_policy import PlacementPolicy
@@ -25,6 +26,7 @@ from host_offload.simulate.auto import (
     SPLIT,
     Auto,
     parts_of,
+    policies_of,
     versions_of,
 )
 from host_offload.simulate.timeline import Link
@@ -34,7 +36,7 @@ from moejax.costs.hardware import HARDWARE, hardware_of, stated_costs
 from moejax.costs.store import find_cost_model, identity
 from moejax.engine.drafts import Drafts
 from moejax.errors import UserError
-from moejax.start.choices import GATED, STREAMED
+from moejax.start.choices import GATED
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import Cells
 
@@ -44,7 +46,7 @@ STREAM = (
 )
 NOTHING = "policy auto: no expert is ever evicted here, so there is nothing to choose"
 TWO = "policy auto: precision says in which version each expert is, so there is nothing to choose"
-PINNED = "policy auto: the eviction is given, so there is nothing to choose"
+PINNED = "policy auto: options say what is evicted, so there is nothing to choose"
 
 
 def with_auto(plan: StartPlan) -> StartPlan:
@@ -117,7 +119,7 @@ def _ahead_arms(plan: StartPlan) -> tuple[str, ...]:
     # Cells of a pool hold one version, and none is a layer's own or goes to KV.
     uniform = settings.options.policy.cells == Cells() and _eviction_arms(plan) == EVICTIONS
     if settings.has_version_arms or not uniform:
-        arms = tuple(arm for arm in arms if arm != STREAMED)
+        arms = tuple(arm for arm in arms if not any(map(wants_pool, policies_of(arm))))
     whole = next((said(p, spec) for p in settings.policies if isinstance(p, PlacementPolicy)), "")
     named = map(parts_of, arms)
     return tuple((p._replace(placement=whole) if p.placement else p).arm for p in named)

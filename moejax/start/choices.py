@@ -9,6 +9,7 @@ from typing import Any
 from host_offload.control.interface import Policy
 from host_offload.control.rules import search_of, wants_pool
 from host_offload.policies.precision.precision_names import Precision
+from host_offload.policies.prefetch.fluxmoe import FluxMoE
 from host_offload.policies.recorded import RecordedPolicy
 from host_offload.simulate.auto import PLACED
 from moejax.start.option_values import Driver
@@ -19,8 +20,6 @@ PACKED_AS = "lossless12"
 
 GATED = "fate", "mixtral-offloading"
 """Prefetches by routers, which read what the routers read."""
-STREAMED = "fluxmoe"
-"""The prefetch that has one pool of cells."""
 AHEAD = frozenset({"stages", "victim_weights", "prior", "execute", "load_order"})
 """What prefetches and placements decide."""
 
@@ -28,7 +27,8 @@ AHEAD = frozenset({"stages", "victim_weights", "prior", "execute", "load_order"}
 def _decides_more(policy: Policy) -> bool:
     """Whether a policy decides what no prefetch or placement of auto may, or repeats a run."""
     repeats, searches = isinstance(policy, RecordedPolicy), search_of([policy]) is not None
-    return repeats or searches or wants_pool(policy) or not policy.writes <= AHEAD
+    pools = wants_pool(policy) and not isinstance(policy, FluxMoE)
+    return repeats or searches or pools or not policy.writes <= AHEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Settings:
             return ()
         prefetch, placement = policy.prefetch, self.placement
         if prefetch is placement is None:
-            return *GATED, "tokens", "layer-streaming", STREAMED
+            return *GATED, "tokens", "layer-streaming"
         placed = None if placement is None else f"{PLACED}{placement}"
         named = [arm for arm in (prefetch, placed) if arm is not None]
         return (*named, "+".join(named)) if len(named) > 1 else tuple(named)

@@ -58,8 +58,9 @@ class Promotions:
     """Brings the high version of experts whose miss brought the low one, while the link has time.
 
     Misses come first: a step's misses and the promotions that follow them are at most `most`
-    experts, the latest used first and one of a layer. A promotion takes a free high cell, or that
-    of an expert that was used before; otherwise the expert waits while it is resident.
+    experts, the latest used first and one of a layer. A promotion takes a free high cell, or,
+    with eviction lru, that of an expert that was used before; otherwise the expert waits while it
+    is resident.
     """
 
     most: int

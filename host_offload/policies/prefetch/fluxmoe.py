@@ -15,8 +15,8 @@ ABSENT = int(State.ABSENT)
 
 @dataclasses.dataclass(frozen=True)
 class FluxMoE:
-    """Brings every expert of the next layer while a layer computes, whatever routers will choose
-    (FluxMoE, arXiv:2604.02715, section 4.2).
+    """Brings the experts of the next layer while a layer computes, as many as transfers between
+    layers allow, whatever routers will choose (FluxMoE, arXiv:2604.02715, sections 3.1 and 4.1).
 
     Two layers have room for all their experts. The other cells hold experts of each layer that were
     used most, the same number in each. Of the others the least recently used leave first. If cells

@@ -467,5 +467,8 @@ def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_pa
     assert said["searches"] == 40 * (LAYERS + 1)
     with pytest.raises(TraceError, match="no decision of ExpertMap at ROUTED of step 0, layer 0"):
         again.decide(again.init(told), moment(Moment.ROUTED, [0], 0))
+    sometimes = SimpleNamespace(pool=True, pools=lambda state: False)
+    with pytest.raises(TraceError, match="pools cells in some steps"):
+        repeat_run(trace, sometimes)
     with pytest.raises(TraceError, match="has no decisions of ExpertMap"):
         repeat_run(trace, policy)
