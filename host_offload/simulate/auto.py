@@ -67,13 +67,18 @@ PLACED, PRECISION = "placement=", "precision="
 DECIDE = "dynaexq", "hobbit"
 """Precisions that decide in which version a miss comes."""
 EVICTIONS = ("lru", "lfu", "lfru")
-KEEP = 0.5
-"""Weight of the earlier correction beside that of a window."""
+KEEP = 0.9
+"""Share that earlier windows keep of their weight."""
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
-TRIFLE = 1e-4
-"""A share of computing: moves of less, as of a copy that ends a nanosecond late, say nothing."""
+COUNTED, SIMULATED = 0.5, 2.0
+"""Steps that the last ratios of measured to predicted times weigh as much as, by whether the
+window's moves were counted or simulated."""
+LEAST = 0.05
+"""The share of such a ratio below which it does not fall in a window."""
+TRIFLE = 1e-6
+"""Square of a share of steps: moves of less, as of a copy that ends late, say nothing."""
 WATCH_S, COST = 3e-4, 0.05
 """Seconds that a step of a window costs the host, as measured on two cores, and the share of the
 misses' time that they may cost."""
@@ -119,30 +124,38 @@ def choose_arm(prices: Prices, *, horizon: int) -> int:
 
 
 def correct(
-    seconds: np.ndarray, compute: np.ndarray, moves: np.ndarray, before: tuple[float, float]
-) -> tuple[float, float]:
-    """Returns measured over predicted time of computing and of moves: the least squares of a window
-    of steps, drawn towards the ratios `before`, since in some windows all steps miss alike.
+    seconds: np.ndarray,
+    compute: np.ndarray,
+    moves: np.ndarray,
+    before: tuple[float, float],
+    known: np.ndarray,
+    prior: float = COUNTED,
+) -> tuple[tuple[float, float], np.ndarray]:
+    """Returns measured over predicted time of computing and of moves, by least squares over the
+    steps of a window and those before it, and `known` with the window.
 
     - `seconds`, `compute`, `moves`: float64[n], measured times and predicted parts.
+    - `before`: the last ratios, for what steps do not say: in some all miss alike.
+    - `known`: float64[3, 3], products of computing, moves and seconds, summed over earlier windows,
+      of which each KEEPs a share.
+    - `prior`: weight of `before`, in steps.
     """
-    # Steps may be read two by two: the second one then takes no time.
-    pairs = np.sort(seconds[1:] + seconds[:-1]) if len(seconds) > 1 else seconds
-    median = (pairs[len(pairs) // 2] + pairs[(len(pairs) - 1) // 2]) / 4
-    if (disturbed := seconds > OUTLIER * median).any():
-        kept = ~disturbed
-        seconds, compute, moves = seconds[kept], compute[kept], moves[kept]
-    parts = np.stack([compute, moves])
-    square, (of_compute, of_moves) = parts @ parts.T, (parts @ seconds).tolist()
-    (first, both), (_, second) = square.tolist()
-    if not first or second <= TRIFLE**2 * first:  # without misses nothing is known about them
-        return float(seconds.sum() / compute.sum()), before[1]
-    of_compute += KEEP * first * before[0]
-    of_moves += KEEP * second * before[1]
-    first, second = (1 + KEEP) * first, (1 + KEEP) * second
-    size = first * second - both * both
-    found = second * of_compute - both * of_moves, first * of_moves - both * of_compute
-    return max(found[0] / size, 0.05 * before[0]), max(found[1] / size, 0.05 * before[1])
+    parts = np.stack([compute, moves, seconds])
+    if len(seconds) > 1:  # steps may be read two by two: the second one then takes no time
+        parts = parts[:, 1:] + parts[:, :-1]
+    ordered = np.sort(parts[2])
+    parts = parts[:, parts[2] <= OUTLIER * ordered[len(ordered) // 2]]
+    parts = parts / max(parts[2].mean(), 1e-12)  # a trace may have no times
+    known = KEEP * known + parts @ parts.T
+    weights = prior * parts[:2].mean(axis=1) ** 2 + TRIFLE
+    (first, both), (_, second) = (known[:2, :2] + np.diag(weights)).tolist()
+    of_compute, of_moves = (known[:2, 2] + weights * before).tolist()
+    size, (least, least_moves) = first * second - both * both, (LEAST * each for each in before)
+    if (ratio := (second * of_compute - both * of_moves) / size) < least:
+        return (least, max((of_moves - both * least) / second, least_moves)), known
+    if (moved := (first * of_moves - both * of_compute) / size) < least_moves:
+        return ((of_compute - both * least_moves) / first, least_moves), known
+    return (ratio, moved), known
 
 
 class Sample(NamedTuple):
@@ -226,6 +239,8 @@ class Watched(NamedTuple):
     """`taught` before the window."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Measured over predicted seconds of computing and of moves."""
+    steps: np.ndarray = np.zeros((3, 3))
+    """What `correct` knows of the present load."""
     seconds: float = 0.0
     """When the step before was read."""
     watched: int = 0
@@ -572,11 +587,11 @@ class Auto:
         """Returns the state before a decode step of so many sequences. Another load begins anew:
         shadows that are behind hold what an earlier load used, as every arm would."""
         other = max(load, state.load) >= OTHER_LOAD * min(load, state.load)
+        if other:
+            state = state._replace(load=load, held=0, steps=np.zeros((3, 3)))
         if self.ahead and not state.rest:  # its window's records follow one another
-            return state._replace(load=load, held=0 if other else state.held)
-        if not other:
-            return state
-        return state._replace(load=load, window=(), fresh=0, held=0, rest=0)
+            return state._replace(load=load)
+        return state._replace(window=(), fresh=0, rest=0) if other else state
 
     def _watch(self, state: Watched, seen: Glance, whole: Observation | None) -> Watched:
         """Returns the state after a step of a window."""
@@ -712,7 +727,7 @@ class Auto:
                 found = share_anew("marginal", curves, int(cells[i].sum()), cells[i], **limits)
                 cells[i] = cells[i] if found is None else found
         changed = (cells != state.shadows.cells).any(axis=1)
-        state = state._replace(reuse=KEEP * state.reuse)
+        state = state._replace(reuse=state.reuse / 2)
         if not changed.any():
             return state, _NOTHING
         state = state._replace(shadows=state.shadows.regrant(cells))
@@ -731,8 +746,11 @@ class Auto:
         if state.brings is not None and self.hobbit is None and not self.ahead:
             state = state._replace(brings=self._hottest(state))
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
-        seconds = np.array([sample.seconds for sample in state.window[-len(priced.compute_s) :]])
-        ratios = correct(seconds, priced.compute_s, priced.moves_s, state.ratios)
+        late = min(state.fresh, len(priced.compute_s))
+        seconds = np.array([sample.seconds for sample in state.window[-late:]])
+        parts = priced.compute_s[-late:], priced.moves_s[-late:]
+        prior = SIMULATED if self.ahead else COUNTED
+        ratios, known = correct(seconds, *parts, state.ratios, state.steps, prior)
         steps = self._corrected(state, seen, priced, ratios)
         switch_s = SWITCH_S + ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
         switch_s[state.arm] = 0.0
@@ -754,6 +772,7 @@ class Auto:
             fresh=0,
             tables=None,
             ratios=ratios,
+            steps=known,
             prices=tuple(mean.tolist()),
             priced=tuple((mean + (state.priced or 0.0)).tolist()),
             choices=state.choices + 1,

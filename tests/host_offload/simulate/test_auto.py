@@ -20,6 +20,7 @@ from host_offload.policies.precision.hobbit import find_heavy
 from host_offload.policies.precision.maps import top_map
 from host_offload.simulate import auto
 from host_offload.simulate.auto import (
+    LEAST,
     Auto,
     Prices,
     Watched,
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.slow  # nothing here depends on the version of jax
 
 LAYERS, EXPERTS, CELLS = 2, 16, 8
 COMPUTE_S, FILL_S = 2e-2, 2e-3
+NOTHING = np.zeros((3, 3))
 HOT, MOVED, UNEVEN = "hot", "moved", "uneven"
 """Loads. `hot`: 4 experts at every third step, and between them a scan over the others, 4 a step:
 LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still keeps the hot ones.
@@ -229,7 +231,7 @@ CHECKS = (
     looks_ahead,
 )
 MUTANTS: dict[str, tuple[str, Any, Callable[[], None]]] = {
-    "correction ignored": ("correct", lambda *parts: (1.0, 1.0), learns_from_times),
+    "correction ignored": ("correct", lambda *known: ((1.0, 1.0), known[4]), learns_from_times),
     "outputs change for any gain": ("FEWER_BITS", 0.0, brings_fewer_bits_where_it_pays),
     "hysteresis ignored": (
         "choose_arm",
@@ -585,12 +587,33 @@ def test_a_correction_separates_computing_from_moves():
     compute, moves = np.full(64, 1.0), rng.integers(0, 5, 64).astype(float)
     seconds = 3 * compute + 2 * moves
     seconds[7] = 1000.0
-    found = (1.0, 1.0)
-    for _ in range(8):
-        found = correct(seconds, compute, moves, found)
-    assert found == pytest.approx((3, 2), rel=0.15)
+    found, _ = correct(seconds, compute, moves, (1.0, 1.0), NOTHING)
+    assert found == pytest.approx((3, 2), rel=0.02)
     for nothing in (np.zeros(64), 1e-7 * moves):
-        assert correct(3 * compute, compute, nothing, (1.0, 7.0)) == (3.0, 7.0)
+        found, _ = correct(3 * compute, compute, nothing, (1.0, 7.0), NOTHING)
+        assert found == pytest.approx((3, 7), rel=0.01)
+
+
+def test_windows_in_which_steps_miss_nearly_alike_separate_them_together():
+    """Though the first figures take moves for cheap and computing for dear: a window alone divides
+    what they leave unexplained between both."""
+    rng = np.random.default_rng(1)
+    ratios, known, apart = (1.0, 1.0), NOTHING, []
+    for _ in range(12):
+        compute, moves = np.full(8, 2.6), 0.06 * rng.poisson(13, 8)
+        seconds = (0.4 * compute + 4.5 * moves) * rng.lognormal(0, 0.05, 8)
+        ratios, known = correct(seconds, compute, moves, ratios, known)
+        apart.append(abs(ratios[1] - 4.5))
+    assert apart[0] > 1.5 and apart[-1] < 0.7
+
+
+def test_no_ratio_falls_at_once_below_a_share_of_itself():
+    """Steps that miss more and take less time say nothing sensible."""
+    compute, moves = np.full(8, 1.0), np.arange(8.0)
+    (ratio, moved), _ = correct(9 - moves, compute, moves, (1.0, 1.0), NOTHING)
+    assert moved == LEAST and ratio > 1
+    (ratio, moved), _ = correct(moves**3, compute, moves, (1.0, 1.0), NOTHING)
+    assert ratio == LEAST and moved > 1
 
 
 def test_steps_that_are_read_two_by_two_all_count():
@@ -599,10 +622,8 @@ def test_steps_that_are_read_two_by_two_all_count():
     seconds = 3 * compute + 2 * moves
     read = np.zeros(63)
     read[1::2] = seconds[:-1:2] + seconds[1::2]
-    found = (1.0, 1.0)
-    for _ in range(8):
-        found = correct(read, compute, moves, found)
-    said = found[0] * compute + found[1] * moves
+    ratios, _ = correct(read, compute, moves, (1.0, 1.0), NOTHING)
+    said = ratios[0] * compute + ratios[1] * moves
     assert said.sum() == pytest.approx(read.sum(), rel=0.1)
 
 
