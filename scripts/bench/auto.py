@@ -4,7 +4,8 @@ python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--s
 
 Each cell runs the same requests on one engine under each arm alone and under auto, by turns, from a
 cold cache and with everything compiled; tokens must be equal. Orders are drawn, each followed by
-its reverse.
+its reverse. Arms that took the same steps and moved the same bytes are one arm, whose time in a
+round is their mean: they differ by noise alone.
 
 The regret of a round is auto's time over that of the best arm in the same round, less 1. The best
 arm is the one whose median over the other rounds is the least, since the least of several noisy
@@ -62,7 +63,7 @@ from scripts.parts.text_table import running
 
 LOADS = ("chat", "batch", "long", "shift")
 ABLATIONS: Mapping[str, tuple[str, Callable[..., Any]]] = {
-    "no correction": ("correct", lambda *_: (1.0, 1.0)),
+    "no correction": ("correct", lambda *known: ((1.0, 1.0), known[4])),
     "no hysteresis": ("choose_arm", lambda prices, horizon: choose_arm(prices, horizon=10**9)),
     "no horizon": ("choose_arm", lambda prices, horizon: choose_arm(prices, horizon=512)),
 }
@@ -223,6 +224,8 @@ class Runs:
     """Share that auto's Python took of each round."""
     said: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What auto said of the last round."""
+    work: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """Of each way: steps and bytes of the last round."""
     tokens: list[Any] | None = None
 
     def run(self, llm: LLM, name: str, policy: Policy, phases: Sequence[Phase], args) -> None:
@@ -232,10 +235,11 @@ class Runs:
         compiled = -1
         while compiled != len(compilations()):
             begin(llm, policy)
-            compiled = len(compilations())
+            compiled, before = len(compilations()), work_of(llm)
             with ablated(name), timed(llm.engine, own) as spent:
                 seconds, tokens = run_load(llm, phases, args.counted)
         self.seconds[name].append(seconds)
+        self.work[name] = (SPLIT in name, *np.subtract(work_of(llm), before).tolist())
         self.tokens = tokens if self.tokens is None else self.tokens
         if tokens != self.tokens:
             raise UserError(f"{name} changed a token")
@@ -245,14 +249,28 @@ class Runs:
             self.said = control.controller.stats()["said"]["auto"]
             self.own.append(sum(spent) / sum(seconds))
 
+    def same(self) -> dict[str, str]:
+        """Returns, for each arm, the first one that does the same work."""
+        arms = sorted(arms_of(self.seconds), key=lambda arm: (not arm.startswith("lru"), arm))
+        first = {self.work[arm]: arm for arm in reversed(arms)}
+        return {arm: first[self.work[arm]] for arm in arms}
 
-def enough(seconds: Seconds, args: argparse.Namespace) -> bool:
+
+def work_of(llm: LLM) -> tuple[int, ...]:
+    """Returns the steps of an engine so far, and the bytes that they moved."""
+    statistics = llm.engine.statistics
+    return *statistics.steps.values(), sum(statistics.moved.values())
+
+
+def enough(
+    seconds: Seconds, args: argparse.Namespace, same: Mapping[str, str] | None = None
+) -> bool:
     """Whether a cell needs no more rounds. Counts are the same in each."""
     totals = phases_by_round(seconds).values()
     spent = min(float(times.sum()) for times in totals)
     if args.counted or len(seconds["auto"]) < args.rounds or spent < args.least:
         return args.counted
-    return spent >= args.most or not _may_be_either(figures(seconds))
+    return spent >= args.most or not _may_be_either(figures(seconds, same))
 
 
 def _may_be_either(cell: Mapping[str, Any]) -> bool:
@@ -278,13 +296,15 @@ def measure(
     for turn in itertools.count(len(runs.seconds["auto"])):
         for name in order(sorted(ways), turn):
             runs.run(llm, name, ways[name], phases, args)
-        if enough(runs.seconds, args):
+        same = runs.same()
+        if enough(runs.seconds, args, same):
             break
     return {
         "seconds": runs.seconds,
+        "same": same,
         "own": None if args.counted else float(np.median(runs.own)),
         "switch_mb": runs.said["switched_experts"] * llm.engine.runner.link_bytes[0] / 1e6,
-        **said_of(runs.seconds, runs.said),
+        **said_of(runs.seconds, runs.said, same),
     }
 
 
@@ -308,7 +328,17 @@ def phases_by_round(seconds: Seconds) -> dict[str, np.ndarray]:
     }
 
 
-def arms_of(seconds: Seconds) -> list[str]:
+def joined(phases: Mapping[str, np.ndarray], same: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Returns phases_by_round with arms that do the same work as one, by the name of the first."""
+    names: dict[str, list[str]] = {}
+    for name in phases:
+        names.setdefault(same.get(name, name), []).append(name)
+    return {
+        first: np.mean([phases[name] for name in each], axis=0) for first, each in names.items()
+    }
+
+
+def arms_of(seconds: Mapping[str, Any]) -> list[str]:
     return [name for name in seconds if name != "auto" and name not in ABLATIONS]
 
 
@@ -341,12 +371,15 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(ordered[left]), float(ordered[-1 - left])
 
 
-def figures(seconds: Seconds) -> dict[str, Any]:
+def figures(seconds: Seconds, same: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Returns the figures of a cell that follow from its times. None: the best arms of phases where
-    the times are not by phase."""
-    phases = phases_by_round(seconds)
+    the times are not by phase.
+
+    - `same`: Runs.same().
+    """
+    phases = joined(phases_by_round(seconds), same or {})
     totals = {name: times.sum(axis=1) for name, times in phases.items()}
-    names, auto = arms_of(seconds), totals["auto"]
+    names, auto = arms_of(phases), totals["auto"]
     arms = np.array([totals[name] for name in names])
     medians = np.median(arms, axis=1)
     rounds = np.arange(len(auto))
@@ -369,15 +402,17 @@ def figures(seconds: Seconds) -> dict[str, Any]:
         **{
             name: float(np.median(regrets(arms, totals[name])))
             for name in ABLATIONS
-            if name in seconds
+            if name in totals
         },
     }
 
 
-def said_of(seconds: Seconds, said: Mapping[str, Any]) -> dict[str, Any]:
+def said_of(
+    seconds: Seconds, said: Mapping[str, Any], same: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Returns what auto said of a cell, its prices compared with the arms' times."""
-    prices, phases = said["mean_step_s"], phases_by_round(seconds)
-    times = {name: float(np.median(phases[name].sum(axis=1))) for name in arms_of(seconds)}
+    prices, phases = said["mean_step_s"], joined(phases_by_round(seconds), same or {})
+    times = {name: float(np.median(phases[name].sum(axis=1))) for name in arms_of(phases)}
     tau = kendall([prices[name] for name in times], [*times.values()]) if prices else float("nan")
     return {"tau": tau, "switches": said["switches"], "why": said["why"]}
 
@@ -479,7 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         cells = simulate(Path(directory), args) if args.simulated else measured(args)
-        shown = (row | figures(row["seconds"]) for row in cells)
+        shown = (row | figures(row["seconds"], row.get("same")) for row in cells)
         kept = (rows.append(row) or row for row in shown)
         lines = map(json.dumps, kept) if args.json else running(columns, kept)
         for line in lines:
@@ -507,7 +542,11 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for row in kept_rows(args.keep)
         if of.items() <= row["of"].items() and "seconds" in row
     }
-    done = {cell for cell, row in kept.items() if not args.go_on or enough(row["seconds"], args)}
+    done = {
+        cell
+        for cell, row in kept.items()
+        if not args.go_on or enough(row["seconds"], args, row.get("same"))
+    }
     for link, memory in itertools.product(*every[:2]):
         loads = [load for load in every[2] if f"{link}:{memory}:{load}" in chosen]
         yield from (kept[link, memory, load] for load in loads if (link, memory, load) in done)

@@ -27,6 +27,7 @@ class Engine:
         self.control = SimpleNamespace(controller=controller)
         self.scheduler = SimpleNamespace(max_model_len=512)
         self.runner = SimpleNamespace(link_bytes=[100])
+        self.statistics = SimpleNamespace(steps={"decode": 0}, moved={"experts": 0})
         self.runs = 0
 
     def _tell(self) -> None:
@@ -156,6 +157,18 @@ def test_phases_have_best_arms_and_ablations_regrets_of_their_own():
     assert found["best"] == "lfu" and found["regret"] == pytest.approx(2 / 3 - 1)
     assert found["at_best"] == pytest.approx(2 / 3 - 1)
     assert found["no horizon"] == pytest.approx(1.0) and "no hysteresis" not in found
+
+
+def test_arms_that_do_the_same_work_are_one():
+    """Their time is their mean, so that the luckiest of them is not the best arm."""
+    work = {"lru": (False, 9, 3), "lfu": (False, 9, 2), "lfru": (False, 9, 3), "a": (True, 9, 3)}
+    runs = auto.Runs({"lfru": [0.8, 0.9], "lru": [1.2, 1.1], "lfu": [1.1] * 2, "a": [1.3] * 2})
+    runs.work |= work
+    runs.seconds["auto"] = [1.0] * 2
+    assert runs.same() == {"lru": "lru", "lfru": "lru", "lfu": "lfu", "a": "a"}
+    found = auto.figures(runs.seconds, runs.same())
+    assert (found["best"], found["best_s"]) == ("lru", pytest.approx(1.0))
+    assert found["regret"] == found["to_lru"] == pytest.approx(0.0)
 
 
 def test_no_way_is_always_first():
