@@ -3,7 +3,7 @@ least value of all layers (global LRU and LFU; the cache of fMoE, arXiv:2502.053
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -18,35 +18,80 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def by_worth(tables: Residency, layer: int) -> np.ndarray:
-    """int64[L, C]: ranks of granted cells, 0 for the first to give away, _NEVER for cells that are
-    not granted. The order is: free cells of `layer`, free cells of others, then by the owners'
-    victim_key, of equals the least recently used.
+    """int[n]: the granted cells, numbered through all layers, the first to give away first: free
+    cells of `layer`, free cells of others, then by the owners' victim_key, of equals the least
+    recently used, the first layer's, the smallest expert.
 
     - `layer`: its experts are computed next. It and later layers were last referenced in the step
       before.
     """
+    cells = np.flatnonzero(tables.cell_row >= 0)
     layers, columns = tables.owner.shape
-    number = np.arange(layers)[:, None]
+    number, owner = cells // columns, tables.owner.ravel()[cells]
+    owned = owner >= 0
     # The clock of the next reference, and a step more if that is in this step.
-    age = tables.clock[:, None] + np.int32(1) - tables.last_used
-    age = age + (number >= layer).astype(np.int32)
+    age = (tables.clock + np.int32(1) + (np.arange(layers) >= layer).astype(np.int32))[number]
+    age -= tables.last_used.ravel()[cells]
     # A term of weight zero needs no logarithm.
     recency, frequency, prior = tables.victim_weights.tolist()
     key = victim_key(
         age if recency else np.int32(1),
-        np.take_along_axis(tables.frequency, tables.owner, 1) if frequency else np.int32(0),
-        np.take_along_axis(tables.prior, tables.owner, 1) if prior else np.zeros_like(tables.owner),
+        tables.frequency[number, owner] if frequency else np.int32(0),
+        tables.prior[number, owner] if prior else np.zeros_like(owner),
         tables.victim_weights,
     ).astype(np.int64)
-    owned, granted = tables.owner >= 0, tables.cell_row >= 0
     first = np.where(owned, key, np.where(number == layer, -_NEVER, 1 - _NEVER))
-    first = np.where(granted, first, _NEVER)
-    every = np.broadcast_to(number, first.shape)
-    sorted_by = tables.owner, every, np.where(owned, -age, 0), first
-    order = np.lexsort([keys.ravel() for keys in sorted_by])
-    ranks = np.empty(layers * columns, np.int64)
-    ranks[order] = np.arange(len(order))
-    return np.where(granted, ranks.reshape(first.shape), _NEVER)
+    # One key for the rest, as each takes a sort: ages and experts of all layers have 31 bits each.
+    width = tables.address.shape[1] + 1
+    rest = np.where(owned, -age.astype(np.int64) * (layers * width), 0) + number * width + owner
+    return cells[np.lexsort((rest, first))]
+
+
+class PoolOrder:
+    """Cells that a pool may give away, in the order of eviction. As of CellOrder, nobody looks
+    again at one that was passed over.
+
+    - `cells`: int[n], as of by_worth.
+    - `queues`: kind → (layers, experts) int[m] of those that wait, the most urgent first; the most
+      urgent kind first.
+    """
+
+    def __init__(
+        self,
+        tables: Residency,
+        cells: np.ndarray,
+        queues: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    ):
+        self.wanted = np.full(tables.address.shape, _NEVER)
+        """int64[L, E]: places in queues, 0 the most urgent; _NEVER: in none."""
+        for kind in [*queues][::-1]:
+            self.wanted[queues[kind]] = np.arange(len(queues[kind][0]))
+        self._cells, self._layers = cells, cells // tables.owner.shape[1]
+        owner = tables.owner.ravel()[cells]
+        self._free = owner < 0
+        self._ranks = np.where(self._free, _NEVER, self.wanted[self._layers, owner])
+        self._taken = set[int]()
+        self._looks: dict[tuple[str, int | None], Iterator[tuple[int, int]]] = {}
+
+    def take(self, what: str, layer: int | None, more_urgent: int = -1) -> int | None:
+        """Takes the next cell of a layer, or of all (None); None without one.
+
+        - `what`: `free` cells, those of `unwanted` owners too, or a kind of queue, whose experts
+          may take cells of wanted owners.
+        - `more_urgent`: the last place whose owner keeps its cell.
+        """
+        if (look := self._looks.get((what, layer))) is None:
+            here = self._free if what == "free" else (self._ranks == _NEVER) == (what == "unwanted")
+            if layer is not None:
+                here = here & (self._layers == layer)
+            # Few are looked at: not as lists.
+            pairs = zip(self._cells[here], self._ranks[here], strict=True)
+            look = self._looks[what, layer] = pairs
+        for cell, rank in look:
+            if rank > more_urgent and cell not in self._taken:
+                self._taken.add(cell)
+                return int(cell)
+        return None
 
 
 class PooledStaging(Staging):
@@ -61,6 +106,8 @@ class PooledStaging(Staging):
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log)
         self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
+        self._first = 0
+        """Transfers carried out before the step began."""
         self._room = False
         """Whether the layer's free cells are reserved for its misses."""
         self.pools = True
@@ -79,14 +126,12 @@ class PooledStaging(Staging):
         if not lacking.any():
             return
         self.look(step, tables, 0, None, room=False)
-        worth = self._free_to_go(tables)
-        for taker in np.repeat(np.arange(len(have)), np.maximum(lacking, 0)).tolist():
-            found = self._best(tables, np.where(lacking[:, None] < 0, worth, _NEVER), taker)
-            if found is None:
-                return
-            self._hand_cell(tables, found, taker, evict=True)
-            worth[found] = _NEVER
-            lacking[found[0]] += 1
+        takers = np.repeat(np.arange(len(have)), np.maximum(lacking, 0)).tolist()
+        for cell in self._free_to_go(tables).tolist():
+            giver = cell // tables.owner.shape[1]
+            if lacking[giver] < 0 and takers:
+                self._hand_cell(tables, cell, takers.pop(0), evict=True)
+                lacking[giver] += 1
 
     def look(
         self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
@@ -98,6 +143,8 @@ class PooledStaging(Staging):
         - `active`: bool[E], experts that the layer needs; None: not known yet.
         - `room`: whether the layer gets cells for its missing experts.
         """
+        if step != self._step:
+            self._first = self._carried_out
         self._step, self._layer, self._room = step, layer, False
         self._active = np.zeros(self.spec.experts, bool) if active is None else active
         if room:
@@ -119,89 +166,68 @@ class PooledStaging(Staging):
             kind: (queue.layer[queue.waits], queue.expert[queue.waits])
             for kind, queue in self._queues.items()
         }
-        order: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        order: list[PoolOrder] = []
 
         def find_cell(kind: str, layer: int, expert: int, version: int) -> int | None:
             if not order:
-                order.append((*_rank_wanted(tables, queues), self._free_to_go(tables)))
-            wanted, rank, worth = order[0]
-            own = np.flatnonzero((tables.owner[layer] < 0) & (worth[layer] < _NEVER))
-            if own.size:
-                worth[layer, own[0]] = _NEVER
-                return int(own[0])
-            for more_urgent in (_NEVER - 1, wanted[layer, expert]):
-                found = self._best(tables, np.where(rank > more_urgent, worth, _NEVER), layer)
-                if found is not None:
-                    place = self._hand_cell(tables, found, layer, evict=False)
-                    worth[found] = _NEVER
-                    return place
-            return None
+                order.append(PoolOrder(tables, self._free_to_go(tables), queues))
+            within = layer if _is_full(tables, layer) else None
+            found = order[0].take("free", layer)
+            if found is None:
+                found = order[0].take("unwanted", within)
+            if found is None:
+                found = order[0].take(kind, within, order[0].wanted[layer, expert])
+            return None if found is None else self._hand_cell(tables, found, layer, evict=False)
 
         return self._issue(step, tables, find_cell, between_layers=between_layers)
 
     def _make_room(self, tables: Residency) -> None:
         """Frees cells for the layer's misses, as far as the pool has some."""
         layer = self._layer
-        missed = int(np.count_nonzero(self._active & (tables.address[layer] < 0)))
-        if not missed:
+        lacking = int(np.count_nonzero(self._active & (tables.address[layer] < 0)))
+        if not lacking:
             return
-        worth = self._free_to_go(tables)
-        free = (tables.owner[layer] < 0) & (worth[layer] < _NEVER)
-        worth[layer] = np.where(free, _NEVER, worth[layer])
-        for _ in range(missed - int(np.sum(free))):
-            found = self._best(tables, worth, layer)
-            if found is None:
-                return
-            self._hand_cell(tables, found, layer, evict=True)
-            worth[found] = _NEVER
+        cells = self._free_to_go(tables)
+        own = cells // tables.owner.shape[1] == layer
+        free = own & (tables.owner.ravel()[cells] < 0)
+        lacking -= int(np.count_nonzero(free))
+        cells, others = cells[~free], ~own[~free]
+        others = np.cumsum(others) * others
+        room = np.count_nonzero(tables.cell_row[layer] < 0)
+        for cell in cells[others <= room][: max(lacking, 0)].tolist():
+            self._hand_cell(tables, cell, layer, evict=True)
 
     def _free_to_go(self, tables: Residency) -> np.ndarray:
         """by_worth of the cells that may be given away."""
-        worth = by_worth(tables, self._layer)
-        for (layer, expert), flight in self._unused.items():
-            if flight.transfer.issued == self._step and layer >= self._layer:
-                cell = flight.transfer.cell
-                if tables.owner[layer, cell] == expert:
-                    worth[layer, cell] += worth.size
+        kept, last = np.zeros((2, *tables.owner.shape), bool)
+        came = np.nonzero(self._since[self._layer :] >= self._first)
+        for place in zip((came[0] + self._layer).tolist(), came[1].tolist(), strict=True):
+            transfer = self._unused[place].transfer
+            at = transfer.layer, transfer.cell
+            if transfer.issued == self._step and tables.owner[at] == place[1]:
+                last[at] = True
         for transfer in self.in_flight:
-            worth[transfer.layer, transfer.cell] = _NEVER
+            kept[transfer.layer, transfer.cell] = True
         owner = tables.owner[self._layer]
-        needed = (owner >= 0) & self._active[owner]
-        kept = needed | (self._room & (owner < 0))
-        worth[self._layer] = np.where(kept, _NEVER, worth[self._layer])
-        return worth
+        kept[self._layer] |= np.where(owner < 0, self._room, self._active[owner])
+        cells = by_worth(tables, self._layer)
+        cells = cells[~kept.ravel()[cells]]
+        later = last.ravel()[cells]
+        return np.concatenate([cells[~later], cells[later]])
 
-    def _best(self, tables: Residency, worth: np.ndarray, layer: int) -> tuple[int, int] | None:
-        """Returns (layer, cell) of the cell to give away first; of this layer only, if it can have
-        no more cells. None without one."""
-        if np.all(tables.cell_row[layer] >= 0):
-            worth = np.where(np.arange(len(worth))[:, None] == layer, worth, _NEVER)
-        place = np.unravel_index(int(np.argmin(worth)), worth.shape)
-        return None if worth[place] == _NEVER else (int(place[0]), int(place[1]))
-
-    def _hand_cell(
-        self, tables: Residency, found: tuple[int, int], layer: int, *, evict: bool
-    ) -> int:
+    def _hand_cell(self, tables: Residency, found: int, layer: int, *, evict: bool) -> int:
         """Hands a cell over. Returns its number in the new layer. evict: also removes its owner."""
-        giver, cell = found
+        giver, cell = divmod(found, tables.owner.shape[1])
         if giver == layer and not evict:
             return cell
         place = cell if giver == layer else int(np.argmax(tables.cell_row[layer] < 0))
-        move = HandOver(giver, cell, int(tables.owner[found]), layer, place)
+        move = HandOver(giver, cell, int(tables.owner[giver, cell]), layer, place)
         Pager(tables).hand_over([move])
         self.changes.hand_overs.append(move)
         self.handed += giver != layer
         return place
 
 
-def _rank_wanted(
-    tables: Residency, queues: Mapping[str, tuple[np.ndarray, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Places in queues of layers int[n] and experts int[n], by kind, the most urgent kind first: 0
-    is the most urgent, _NEVER means not in a queue. Returns those of each expert, int64[L, E], and
-    of each cell's owner, int64[L, C]."""
-    wanted = np.full(tables.address.shape, _NEVER)
-    for kind in [*queues][::-1]:
-        wanted[queues[kind]] = np.arange(len(queues[kind][0]))
-    held = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)
-    return wanted, np.where(tables.owner >= 0, held, _NEVER)
+def _is_full(tables: Residency, layer: int) -> bool:
+    """Whether a layer can have no more cells."""
+    return int(tables.cell_row[layer].min()) >= 0

@@ -1,6 +1,7 @@
 """Cells of one pool: the cache that a policy names, whichever layer's turn it is."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Stage
+from host_offload.control.interface import Decision, Moment, Stage, StagedTransfer
 from host_offload.control.pool import PooledStaging
 from host_offload.control.rules import PolicyError
+from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import (
     HandOver,
@@ -26,6 +28,7 @@ from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.weights import GlobalLRU
 from host_offload.simulate.simulator import simulate
 from pallas_kernels.plan import Tables
+from pallas_kernels.plan.victim import victim_key
 from tests.host_offload.control.policy_runs import scripted, spec
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
@@ -266,6 +269,149 @@ def test_room_that_was_made_is_for_what_is_missing():
     (entry,) = staging.entries(0, tables, between_layers=True)
     assert staging.changes.hand_overs == [HandOver(1, 0, 0, 0, 3)]
     assert entry == (1, 7, 0, 1) and tables.owner[0, 3] == -1 and tables.cell_row[0, 3] == 40
+
+
+@dataclasses.dataclass
+class Scanned:
+    """A pool that compares all cells for each one that it gives away."""
+
+    tables: Residency
+    staging: PooledStaging
+    layer: int = 0
+    needed: frozenset[int] = frozenset()
+    """Experts of `layer`."""
+
+    def __post_init__(self):
+        self.moves, self.flying = [], self.staging.flying_places()
+
+    def look(self, room: bool) -> None:
+        """Finds the cells that may go and what they are worth."""
+        tables, self.worth = self.tables, {}
+        came = {
+            (layer, flight.transfer.cell, expert)
+            for (layer, expert), flight in self.staging._unused.items()
+            if flight.transfer.issued == STEP and layer >= self.layer
+        }
+        flying = {(t.layer, t.cell) for t in self.staging.in_flight}
+        for place in {*zip(*np.nonzero(tables.cell_row >= 0), strict=True)} - flying:
+            layer, owner = place[0], tables.owner[place]
+            if layer == self.layer and (owner in self.needed or (room and owner < 0)):
+                continue
+            age = tables.clock[layer] + 1 + (layer >= self.layer) - tables.last_used[place]
+            score = tables.frequency[layer, owner], tables.prior[layer, owner]
+            key = (0, layer != self.layer, *place)
+            if owner >= 0:
+                key = (1, victim_key(age, *score, tables.victim_weights), -age, layer, owner)
+            self.worth[place] = (*place, owner) in came, *key
+
+    def give(self, layer: int, evict: bool, may_go: Callable[..., bool]) -> int | None:
+        """Gives a layer the worst cell that may go, by its place and owner."""
+        full = (self.tables.cell_row[layer] >= 0).all()
+        places = [
+            place
+            for place in self.worth
+            if may_go(place, self.tables.owner[place]) and not (full and place[0] != layer)
+        ]
+        if not places:
+            return None
+        giver, cell = place = min(places, key=self.worth.__getitem__)
+        owner, to = self.tables.owner[place], cell
+        if giver != layer:
+            to = np.flatnonzero(self.tables.cell_row[layer] < 0)[0]
+        if giver != layer or evict:
+            self.moves.append(HandOver(giver, cell, owner, layer, to))
+            Pager(self.tables).hand_over(self.moves[-1:])
+        del self.worth[place]
+        return int(to)
+
+    def even(self) -> None:
+        self.look(room=False)
+        count = int(np.sum(self.tables.cell_row >= 0))
+        shares = np.array(cells_per_layer(count, LAYERS, EXPERTS))
+        for taker in range(LAYERS):
+            while shares[taker] > np.sum(self.tables.cell_row[taker] >= 0):
+                spare = np.sum(self.tables.cell_row >= 0, axis=1) > shares
+                if self.give(taker, True, lambda place, _, spare=spare: spare[place[0]]) is None:
+                    return
+
+    def make_room(self) -> None:
+        self.look(room=False)
+        own = self.layer, -1
+        lacks = sum(self.tables.address[self.layer, e] < 0 for e in self.needed)
+        lacks -= sum((p[0], self.tables.owner[p]) == own for p in self.worth)
+        for _ in range(lacks):
+            self.give(self.layer, True, lambda place, owner: (place[0], owner) != own)
+
+    def entries(self, queue: list[Stage]) -> list[tuple[int, int, int, int]]:
+        rank, found = {stage[:2]: i for i, stage in enumerate(queue)}, []
+        absent = [place for place in rank if self.tables.address[place] < 0]
+        for layer, expert in absent:
+            if (layer, expert) in self.flying:
+                continue
+            mine = rank[layer, expert]
+            for may_go in (
+                lambda place, owner, to=layer: (place[0], owner) == (to, -1),
+                lambda place, owner: (place[0], owner) not in rank,
+                lambda place, owner, mine=mine: rank.get((place[0], owner), mine) > mine,
+            ):
+                if (cell := self.give(layer, False, may_go)) is not None:
+                    found.append((layer, expert, 0, cell))
+                    break
+        return found
+
+
+STEP = 1
+
+
+@given(used_tables(), st.integers(0, 2**32))
+def test_a_sorted_pool_gives_the_cells_of_a_scan(tables, seed):
+    """With transfers in flight, others that came ahead, of which some were evicted since, and
+    queues that want residents too."""
+    rng = np.random.default_rng(seed)
+    tables.cell_version[:] = tables.version[:] = 0
+    for name in ("last_used", "frequency", "prior"):
+        table = getattr(tables, name)
+        table[:] = rng.integers(4, size=table.shape)
+    tables.victim_weights[:] = rng.integers(2, size=3)
+    one = {"dense": np.full(LAYERS, 100)}
+    told = spec(driver="host", version_bytes=one, layers=LAYERS, experts=EXPERTS, cell_bound=CELLS,
+                staging_bytes=10_000, stage_entries=30)  # fmt: skip
+    staging = PooledStaging(told, lambda transfer: None)
+    staging.look(STEP, tables, 0, None, room=False)
+    for done in (True, False):
+        for layer, cell in np.argwhere(
+            (tables.cell_row >= 0) & (rng.random((LAYERS, CELLS)) < 0.3)
+        ):
+            owner = tables.owner[layer, cell]
+            others = [owner] if owner >= 0 and done else []
+            for expert in [*others, *rng.integers(EXPERTS, size=rng.integers(2))]:
+                place = int(layer), int(expert), 0, int(cell)
+                issued = int(rng.integers(STEP + 1))
+                staging.issue(StagedTransfer(*place, 100, "ahead", issued), 0, True)
+        if done:
+            staging.settle_between_layers(np.ones(1, np.int32))
+    layer, active = int(rng.integers(LAYERS)), rng.random(EXPERTS) < 0.5
+    places = rng.permutation([*np.ndindex(LAYERS, EXPERTS)])[: rng.integers(19)]
+    queue, room = [Stage(*map(int, place)) for place in places], bool(rng.integers(2))
+    own, even = tables.copy(), Scanned(tables.copy(), staging)
+    even.even()
+    staging.begin_step(STEP, own, pools=False)
+    assert staging.changes.hand_overs == even.moves and same_tables(own, even.tables)
+    staging.changes.hand_overs.clear()
+    staging.begin_step(STEP, tables, pools=True)
+    scanned = Scanned(tables.copy(), staging, layer, frozenset(np.flatnonzero(active).tolist()))
+    if room:
+        scanned.make_room()
+    scanned.look(room)
+    wanted = scanned.entries(queue)
+    staging.want("stages", queue, tables)
+    staging.look(STEP, tables, layer, active, room)
+    assert staging.entries(STEP, tables, between_layers=True) == wanted
+    assert staging.changes.hand_overs == scanned.moves and same_tables(tables, scanned.tables)
+
+
+def same_tables(a: Residency, b: Residency) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 def test_what_a_pool_cannot_be_is_refused():
