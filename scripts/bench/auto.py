@@ -1,6 +1,7 @@
 """`--policy auto` beside each of its arms: seconds of the same work, by link, memory and load.
 
 python -m scripts.bench auto [--model DIR] [--cells CELL,…] [--ablations] [--simulated]
+python -m scripts.bench auto --driver host [--prefetch NAME] [--model DIR] …
 
 Each cell runs the same requests on one engine under each arm alone and under auto, by turns, from a
 cold cache and with everything compiled; tokens must be equal. Orders are drawn, each followed by
@@ -495,6 +496,11 @@ def predicted(
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     positive(args, "tokens", "rounds", "least", "most")
+    if args.counted and args.driver == "host":
+        raise UserError(
+            "--counted counts what steps wait for, and prefetches run beside them; with --driver "
+            "host leave it out"
+        )
     columns = (
         *((name, f"{{{name}}}") for name in ("link", "memory", "load", "best")),
         ("best s", "{best_s:.2f}"),
@@ -534,13 +540,13 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             f"--cells has no cell {min(unknown)!r}; cells are LINK:MEMORY:LOAD of --links "
             f"{args.links}, --memories {args.memories} and --loads {args.loads}"
         )
-    of = {
-        name: getattr(args, name) for name in ("model", "context", "tokens", "ablations", "counted")
-    }
+    names = "model", "context", "tokens", "ablations", "counted", "driver", "prefetch"
+    of = {name: getattr(args, name) for name in names}
     kept = {
         tuple(row["cell"]): row
         for row in kept_rows(args.keep)
-        if of.items() <= row["of"].items() and "seconds" in row
+        if of.items() <= {"driver": "device", "prefetch": None, **row["of"]}.items()
+        and "seconds" in row
     }
     done = {
         cell
@@ -565,10 +571,14 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 @contextmanager
 def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
     """An engine whose programs are compiled."""
+    # A pool has the cells of a budget: none go to KV.
+    amount = {"memory" if args.driver == "device" else "expert_budget": memory}
     with LLM(
         args.model,
         policy="auto",
-        memory=memory,
+        driver=args.driver,
+        prefetch=args.prefetch,
+        **amount,
         transfers=f"queue,rate={link}",
         max_num_seqs=32,
         max_model_len=args.context,
@@ -621,7 +631,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="demo", help="(default: %(default)s)")
     add("--links", default="500MB/s,1GB/s,4GB/s", metavar="RATE,…", help="(default: %(default)s)")
-    add("--memories", default="12MiB,20MiB,32MiB", metavar="SIZE,…", help="of experts and KV")
+    add(
+        "--memories",
+        default="12MiB,20MiB,32MiB",
+        metavar="SIZE,…",
+        help="of experts and KV; with --driver host expert budgets (default: %(default)s)",
+    )
+    add("--driver", choices=("device", "host"), default="device", help="(default: %(default)s)")
+    add("--prefetch", metavar="NAME", help="the arm beside evictions, with --driver host")
     add("--loads", default=",".join(LOADS), metavar="NAME,…", help="(default: %(default)s)")
     add("--cells", metavar="LINK:MEMORY:LOAD,…", help="only these of them")
     add("--context", type=int, default=512, help="most tokens of a sequence")

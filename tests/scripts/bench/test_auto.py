@@ -118,6 +118,25 @@ def test_a_cell_that_is_not_there_is_named(engine, capsys):
     assert not engine.runs
 
 
+@pytest.mark.slow
+def test_a_prefetch_is_an_arm(capsys, monkeypatch):
+    """With driver host, whose --memories are expert budgets: a pool has none of KV's."""
+    begun, begin = [], auto.begin
+    monkeypatch.setattr(
+        auto, "begin", lambda llm, policy: begin(llm, policy) or begun.append((llm.plan, policy))
+    )
+    given = ["--driver", "host", "--prefetch", "fluxmoe", "--loads", "batch", "--links", "1GB/s"]
+    monkeypatch.setattr(auto, "enough", lambda *_: True)
+    (row,) = json_lines(capsys, auto.main, *given, "--memories", "40%", "--tokens", "8")
+    plan, policy = begun[0]
+    assert policy.arms == ("lru", "lfu", "lfru", "fluxmoe")
+    assert {*row["seconds"]} == {*policy.arms, "auto"}
+    alone = [way for _, way in begun if isinstance(way, auto.Auto) and way.arms == ("fluxmoe",)]
+    assert alone and alone[0].pool and sum(plan.cells) == round(0.4 * 64)
+    assert auto.main([*given, "--counted"]) == 2
+    assert "prefetches run beside them; with --driver host leave it out" in capsys.readouterr().err
+
+
 def noisy_cells(factor: float, rounds: int) -> Iterator[dict[str, list[float]]]:
     """Cells of six arms, two of them as fast as any, and of auto, so much slower than these."""
     rng = np.random.default_rng(0)
