@@ -10,6 +10,7 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
+from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import (
     LayerRouting,
     LinkUse,
@@ -190,6 +191,11 @@ class Control:
             tables=None if tables is None else tables(),
             needed=needed,
         )
+
+    @property
+    def looks_between_layers(self) -> bool:
+        """Whether the step that begins has such a moment."""
+        return any(map(self.looks_at, BETWEEN_LAYERS))
 
     def looks_at(self, moment: Moment) -> bool:
         """Whether between_layers has something to do at a moment inside the running step."""

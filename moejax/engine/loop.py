@@ -481,8 +481,10 @@ class Engine:
             positions[[*draft.rows]] = draft.request.computed + np.arange(len(draft.rows))
         hooks = placed = None
         if self.hooks is not None:
+            assert self.control is not None
             placed = placed_rows(work, positions, runner.shapes)
-            hooks = self.hooks(placed)
+            if self.control.looks_between_layers:  # or the host would wait for each layer
+                hooks = self.hooks(placed)
         table = self._device_block_table()
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind

@@ -187,6 +187,27 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
         replay(found, spec=dataclasses.replace(spec_of(found.header), router=router))
 
 
+def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
+    with open_llm(policy="auto", **HOST) as llm:
+        engine, plan, looked = llm.engine, llm.plan, list[bool]()
+        decode = engine.runner.decode
+        monkeypatch.setattr(
+            *(engine.runner, "decode"),
+            lambda *args, hooks, **known: (
+                looked.append(hooks is not None) or decode(*args, hooks=hooks, **known)
+            ),
+        )
+        policy = next(p for p in plan.settings.policies if isinstance(p, Auto))
+        for arm in ("lru", "layer-streaming"):
+            looked.clear()
+            arms = arm, *(other for other in policy.arms if other != arm)
+            spec = dataclasses.replace(plan.spec, router=engine.control.controller.spec.router)
+            policies = [dataclasses.replace(policy, arms=arms, window=10**6)]
+            engine.begin_anew(spec, policies, list(plan.cells))
+            run(llm, mixed_jobs()[:1], check=False)
+            assert looked and {*looked} == {arm != "lru"}
+
+
 def test_a_placement_that_defers_is_priced_as_one_that_changes_outputs(monkeypatch):
     """Though no prediction has deferred experts."""
     monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4))
