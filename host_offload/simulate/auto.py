@@ -4,8 +4,8 @@ An arm is an eviction, with `+split` also a split of memory by need (KV keeps it
 tenth, experts have the rest), with `+layers` more cells for layers in which these save more; or a
 prefetch or a placement, or both, with their eviction. If experts are paged in two versions an arm
 also says what misses and prefetches bring: one of them, or what a precision decides. A window of
-decode steps prices
-the arms: seconds of computing and of moves, both corrected by the window's measured times.
+decode steps prices the arms: seconds of computing and of moves, both corrected by the window's
+measured times, and of the host work of one pool, which only steps with a pool show.
 `choose_arm` then decides, a pure function. It changes to an arm that would have saved more, in the
 steps since the load began or the last change, than the change costs: so whatever comes, changes
 cost no more than what they answer. The same steps with the same times give the same choices, so a
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -69,6 +68,9 @@ DECIDE = "dynaexq", "hobbit"
 EVICTIONS = ("lru", "lfu", "lfru")
 KEEP = 0.9
 """Share that earlier windows keep of their weight."""
+FORGET = 0.1
+"""Share of a pool's host work that is forgotten at each choice without one, since it may have been
+measured on a busy machine."""
 OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
@@ -241,6 +243,8 @@ class Watched(NamedTuple):
     """Measured over predicted seconds of computing and of moves."""
     steps: np.ndarray = np.zeros((3, 3))
     """What `correct` knows of the present load."""
+    pool_s: float = 0.0
+    """Seconds of host work of a step with one pool; 0 until one ran."""
     seconds: float = 0.0
     """When the step before was read."""
     watched: int = 0
@@ -274,6 +278,8 @@ class Auto:
     """The first one runs at the start."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Corrections that an earlier run learned."""
+    pool_s: float = 0.0
+    """Host work of a step with one pool, likewise."""
     source: str = "stated"
     """Where the predicted times are from."""
     window: int = 8
@@ -308,9 +314,14 @@ class Auto:
         return any(map(is_ahead, self.arms))
 
     @functools.cached_property
+    def pooled(self) -> np.ndarray:
+        """bool[A]: whether an arm has one pool of cells."""
+        return np.array([any(map(wants_pool, each)) for each in self.policies])
+
+    @property
     def pool(self) -> bool:
         """Whether an arm has one pool of cells. The others have an even share in each layer."""
-        return any(map(wants_pool, itertools.chain(*self.policies)))
+        return bool(self.pooled.any())
 
     @functools.cached_property
     def versioned(self) -> bool:
@@ -446,6 +457,7 @@ class Auto:
             brings=brings,
             reuse=reuse,
             ratios=self.ratios,
+            pool_s=self.pool_s,
             said=said,
             taught={
                 policy: policy.init(spec)
@@ -486,7 +498,7 @@ class Auto:
 
     def pools(self, state: Watched) -> bool:
         """Whether the present arm has one pool of cells."""
-        return any(map(wants_pool, self.policies[state.arm]))
+        return bool(self.pooled[state.arm])
 
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
@@ -746,13 +758,9 @@ class Auto:
         if state.brings is not None and self.hobbit is None and not self.ahead:
             state = state._replace(brings=self._hottest(state))
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
-        late = min(state.fresh, len(priced.compute_s))
-        seconds = np.array([sample.seconds for sample in state.window[-late:]])
-        parts = priced.compute_s[-late:], priced.moves_s[-late:]
-        prior = SIMULATED if self.ahead else COUNTED
-        ratios, known = correct(seconds, *parts, state.ratios, state.steps, prior)
-        steps = self._corrected(state, seen, priced, ratios)
-        switch_s = SWITCH_S + ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
+        state = self._learn(state, priced)
+        steps = self._corrected(state, seen, priced)
+        switch_s = SWITCH_S + state.ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
         switch_s[state.arm] = 0.0
         mean = steps.mean(axis=1)
         lately, prices = (
@@ -766,13 +774,11 @@ class Auto:
                 arm = state.arm
         if self.forced is not None:
             arm = int(np.random.default_rng((self.forced, state.choices)).integers(len(self.arms)))
-        rest = self._rest(state, ratios[1])
+        rest = self._rest(state)
         state = state._replace(
             window=() if self.ahead else state.window,
             fresh=0,
             tables=None,
-            ratios=ratios,
-            steps=known,
             prices=tuple(mean.tolist()),
             priced=tuple((mean + (state.priced or 0.0)).tolist()),
             choices=state.choices + 1,
@@ -784,28 +790,36 @@ class Auto:
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
         return self._switch(state, arm, prices, priced, decision)
 
-    def _rest(self, state: Watched, ratio: float) -> int:
-        """Returns the misses of the rest that pays for the steps watched since the last one; 0 if
-        they come soon.
+    def _learn(self, state: Watched, priced: Priced) -> Watched:
+        """Returns the state with what a window's measured times say."""
+        late = min(state.fresh, len(priced.compute_s))
+        seconds = np.array([sample.seconds for sample in state.window[-late:]])
+        parts = priced.compute_s[-late:], priced.moves_s[-late:]
+        if self.pools(state):
+            rest = seconds - state.ratios @ np.stack(parts)
+            return state._replace(pool_s=max(float(np.median(rest)), 0.0))
+        prior = SIMULATED if self.ahead else COUNTED
+        ratios, known = correct(seconds, *parts, state.ratios, state.steps, prior)
+        return state._replace(ratios=ratios, steps=known, pool_s=(1 - FORGET) * state.pool_s)
 
-        - `ratio`: measured over predicted seconds of moves.
-        """
+    def _rest(self, state: Watched) -> int:
+        """Returns the misses of the rest that pays for the steps watched since the last one; 0 if
+        they come soon."""
         if self.ahead:
             return self._window * SELDOM * max(len(self.arms), FIVE) // FIVE
         fill_s = float(state.places.fill_s[state.arm].max())
-        paid = max(COST * ratio * fill_s, 1e-12)  # a trace may have no times
+        paid = max(COST * state.ratios[1] * fill_s, 1e-12)  # a trace may have no times
         rest = min(int(state.watched * WATCH_S / paid), LONGEST)
         missed = sum(sample.missed for sample in state.window[-state.fresh :]) / state.fresh
         return rest if rest > AT_ONCE * max(missed, 1) else 0
 
-    def _corrected(
-        self, state: Watched, seen: Glance, priced: Priced, ratios: tuple[float, float]
-    ) -> np.ndarray:
+    def _corrected(self, state: Watched, seen: Glance, priced: Priced) -> np.ndarray:
         """Returns float64[A, n], the corrected seconds of the window's steps under each arm, for as
         many tokens as a step of the present arm gives."""
         more = self._widths(state, seen)
-        moves = ratios[1] * priced.arms_s * more.moves[:, None]
-        return (ratios[0] * priced.compute_s + moves) / more.rows[:, None]
+        moves = state.ratios[1] * priced.arms_s * more.moves[:, None]
+        host = state.pool_s * self.pooled[:, None]
+        return (state.ratios[0] * priced.compute_s + host + moves) / more.rows[:, None]
 
     def _widths(self, state: Watched, seen: Glance) -> Widths:
         """Returns how the arms' steps differ from the present arm's by the sequences that their KV
@@ -911,9 +925,11 @@ class Auto:
         if "cells" in self.writes and (cells[state.arm] != cells[arm]).any():
             fitted = self._split(state._replace(arm=arm))
         said = self._describe(state, prices, arm, moved)
+        known = self.pooled[arm] == self.pooled[state.arm]
         state = state._replace(
             arm=arm,
             held=0,
+            rest=state.rest if known else 0,  # its host work is measured at once
             inner=tuple(
                 state.taught[policy] if hasattr(policy, "learn") else policy.init(state.spec)
                 for policy in self.policies[arm]
@@ -961,6 +977,7 @@ class Auto:
                 for arm, total in zip(self.arms, state.priced, strict=False)
             },
             "ratios": state.ratios,
+            "pool_s": state.pool_s,
             "switches": state.switches,
             "switched_experts": state.switched,
         }

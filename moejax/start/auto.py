@@ -77,7 +77,8 @@ def with_auto(plan: StartPlan) -> StartPlan:
     if (learned := _learned(plan)) is not None and learned["arm"] in arms:
         arm, ratios = learned["arm"], (float(learned["ratios"][0]), float(learned["ratios"][1]))
         arms = (arm, *(other for other in arms if other != arm))
-        auto = dataclasses.replace(auto, arms=arms, ratios=ratios, source="learned")
+        pool_s = float(learned["pool_s"])
+        auto = dataclasses.replace(auto, arms=arms, ratios=ratios, pool_s=pool_s, source="learned")
     if isinstance(mixed := plan.mixed, PagedSpec):
         fill = versions_of(auto.arms[0], [*plan.spec.version_bytes])[-1]
         filled = np.where(plan.spec.has_all_versions[:, None], fill, mixed.fill_version)
@@ -150,7 +151,7 @@ def keep_learned(plan: StartPlan, stats: dict[str, Any] | None) -> None:
     last = (stats or {}).get("said", {}).get(NAME)
     if last is None or not last["step_s"]:
         return
-    found = {"arm": last["arm"], "ratios": last["ratios"], "of": _about(plan)}
+    found = {name: last[name] for name in ("arm", "ratios", "pool_s")} | {"of": _about(plan)}
     with contextlib.suppress(UserError):  # the next start learns again
         write_whole(_file(plan), json.dumps(found))
 
@@ -215,6 +216,7 @@ def _learned(plan: StartPlan) -> dict[str, Any] | None:
     """Returns what an earlier run kept; None if it is not there or not whole."""
     try:
         found = json.loads(_file(plan).read_text())
-        return found if isinstance(found["arm"], str) and len(found["ratios"]) == 2 else None
+        whole = isinstance(found["pool_s"], float) and len(found["ratios"]) == 2
+        return found if isinstance(found["arm"], str) and whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

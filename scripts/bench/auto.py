@@ -160,7 +160,7 @@ def fresh(policy: Auto) -> Auto:
         policy.arms,
         key=lambda arm: (is_ahead(arm), SPLIT not in arm, not arm.startswith("lru"), arm),
     )
-    return dataclasses.replace(policy, arms=tuple(order), ratios=(1.0, 1.0))
+    return dataclasses.replace(policy, arms=tuple(order), ratios=(1.0, 1.0), pool_s=0.0)
 
 
 def begin(llm: LLM, policy: Policy) -> None:

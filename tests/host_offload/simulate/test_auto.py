@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from host_offload.control.interface import Moment, Observation
+from host_offload.control.interface import Decision, Moment, Observation
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import Glance
 from host_offload.memory.pager import Pager
@@ -318,11 +319,25 @@ def test_a_prefetch_that_learns_is_priced_by_what_it_learned_before_the_window(
     assert (used > 100) == learns
 
 
-@pytest.mark.parametrize(
-    ("used", "first", "chosen"), [(16, "lru", "fluxmoe"), (8, "fluxmoe", "lru")]
-)
-def test_layers_are_streamed_where_steps_use_most_experts(used, first, chosen, tmp_path):
-    """And not where an even share of the cells holds what a layer uses: it gets that back."""
+@dataclasses.dataclass(frozen=True)
+class Timed(Auto):
+    """Steps with a pool take `host_s` longer. `ran` gets the arm of each step."""
+
+    host_s: float = 0.0
+    ran: list[str] = dataclasses.field(default_factory=list)
+
+    def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
+        if seen.moment == Moment.STEP_END:
+            self.ran.append(self.arms[state.arm])
+        shown = object.__new__(Observation)
+        slow = self.host_s * self.ran.count("fluxmoe")
+        shown.__dict__.update(vars(seen), seconds=seen.seconds + slow)
+        return super().decide(state, shown)
+
+
+def streamed(tmp_path, used: int, *arms: str, steps: int = 60, **known) -> tuple[Timed, Any, Any]:
+    """Steps of 24 rows that use so many of 16 experts, with 10 cells a layer. Returns (the policy,
+    what it said, the tables in the end)."""
     layers, experts, rows, cells, link = 6, 16, 24, 10, Link(rate=4.3e5)
     step = StepCost(layers * 2e-3, 0.0, 0.0, 0.0, 0.0, fill=1e-4, read=1e-4)
     costs = CostModel(
@@ -331,22 +346,46 @@ def test_layers_are_streamed_where_steps_use_most_experts(used, first, chosen, t
         link_per_byte=1 / 4.3e5,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    shape = 60, rows, layers
+    shape = steps, rows, layers
     ids = [rng.permutation(used)[:3] for _ in range(np.prod(shape))]
     plain = write_trace(tmp_path / "plain", list(np.sort(ids).reshape(*shape, 3)), experts)
     requests = np.arange(rows, dtype=np.int32)
     each = (record._replace(request=requests) for record in plain.step_traces())
     tables = cold_tables(np.full((layers, 1), cells), experts, bound=experts)
+    policy = Timed((cells,) * layers, costs, link, arms, bare=True, **known)
     run = predict(
         rewritten(tmp_path / "t", plain, each), costs, cells=cells, driver="host", link=link,
-        policies=(Auto((cells,) * layers, costs, link, (first, chosen), bare=True),), tables=tables,
+        policies=(policy,), tables=tables,
     )  # fmt: skip
     assert run.simulation.control is not None
-    said = run.simulation.control["said"]["auto"]
+    return policy, run.simulation.control["said"]["auto"], tables
+
+
+@pytest.mark.parametrize(
+    ("used", "first", "chosen"), [(16, "lru", "fluxmoe"), (8, "fluxmoe", "lru")]
+)
+def test_layers_are_streamed_where_steps_use_most_experts(used, first, chosen, tmp_path):
+    """And not where an even share of the cells holds what a layer uses: it gets that back."""
+    _, said, tables = streamed(tmp_path, used, first, chosen)
     assert said["arm"] == chosen
-    assert (said["step_s"]["lru"] == pytest.approx(layers * 2e-3)) == (chosen == "lru")
+    assert (said["step_s"]["lru"] == pytest.approx(6 * 2e-3)) == (chosen == "lru")
     shares = np.sum(tables.cell_row >= 0, axis=1).tolist()
-    assert (shares == [cells] * layers) == (chosen == "lru")
+    assert (shares == [10] * 6) == (chosen == "lru")
+
+
+def test_a_pool_that_takes_host_work_is_left(tmp_path, monkeypatch):
+    """After its first window, and for long: not even as long as it was tried is lost twice. A start
+    that learned it does not try."""
+    monkeypatch.setattr(auto, "SELDOM", 1)
+    slow, said, _ = streamed(tmp_path, 16, "lru", "fluxmoe", steps=160, host_s=0.02)
+    assert [len([*group]) for _, group in itertools.groupby(slow.ran)] == [17, 17, 126]
+    assert said["arm"] == "lru" and said["switches"] == 2
+    assert said["pool_s"] == pytest.approx(0.02 * (1 - auto.FORGET) ** 3, rel=0.2)
+    quick, said, _ = streamed(tmp_path / "q", 16, "lru", "fluxmoe", steps=100, host_s=1e-4)
+    assert said["arm"] == "fluxmoe" and said["switches"] == 1
+    assert said["pool_s"] == pytest.approx(1e-4, rel=0.2) and "fluxmoe" in quick.ran
+    _, said, _ = streamed(tmp_path / "l", 16, "lru", "fluxmoe", pool_s=0.02)
+    assert said["switches"] == 0
 
 
 BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10us,attention=10us"
