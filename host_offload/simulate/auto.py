@@ -16,7 +16,7 @@ lasts until COST of its misses' time pays for what was watched.
 
 Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
 or placement among the arms, which decide between layers, a window is simulated under each arm
-instead, from its first residents on.
+instead, from its first residents on. The rest lasts until COST of its time pays for that.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ AT_ONCE, LONGEST = 64, 4096
 """Steps: a rest that would be no longer does not begin, since much is missed and little was
 watched; and misses of the longest rest, of which each step counts as one at least."""
 SELDOM, FIVE = 7, 5
-"""Windows of a rest where windows are simulated, under so many arms; more with more."""
+"""Windows of a rest where windows are simulated, under so many arms; more with more. At least: what
+simulating took is COST of a rest."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
 OTHER_LOAD = 4
@@ -253,6 +254,9 @@ class Watched(NamedTuple):
     """Decode steps since the load began or the arm changed."""
     rest: int = 0
     """Misses until the next window begins; 0: there is one."""
+    usual_s: float = 0.0
+    """Seconds of a step of a simulated window, until the step after it shows what that took; then
+    0."""
     load: int = 0
     """Sequences of the present load's first step."""
     switches: int = 0
@@ -653,10 +657,14 @@ class Auto:
         if not seen.decode:
             return state._replace(seconds=seen.seconds)
         rest = state.rest - (1 if self.ahead else max(seen.missed, 1))
+        if state.usual_s:
+            simulating = (seen.seconds - state.seconds) / state.usual_s - 1
+            rest = max(rest, min(int(simulating / COST), LONGEST))
         fresh, held = (state.fresh + 1) % self.window, state.held + 1
         if state.rest and rest <= 0:  # the shadows are behind
             fresh = 0 if self.ahead else -self.window
-        return state._replace(seconds=seen.seconds, rest=max(rest, 0), fresh=fresh, held=held)
+        now = {"seconds": seen.seconds, "usual_s": 0.0}
+        return state._replace(rest=max(rest, 0), fresh=fresh, held=held, **now)
 
     # ---- what a step says
 
@@ -758,7 +766,9 @@ class Auto:
         if state.brings is not None and self.hobbit is None and not self.ahead:
             state = state._replace(brings=self._hottest(state))
         priced = self._predict(state) if self.ahead else self._price_shadows(state)
-        state = self._learn(state, priced)
+        late = min(state.fresh, len(priced.compute_s))
+        seconds = np.array([sample.seconds for sample in state.window[-late:]])
+        state = self._learn(state, seconds, priced)
         steps = self._corrected(state, seen, priced)
         switch_s = SWITCH_S + state.ratios[1] * state.places.fill_s.max(axis=1) * priced.differ
         switch_s[state.arm] = 0.0
@@ -779,6 +789,7 @@ class Auto:
             window=() if self.ahead else state.window,
             fresh=0,
             tables=None,
+            usual_s=float(np.median(seconds)) if self.ahead else 0.0,
             prices=tuple(mean.tolist()),
             priced=tuple((mean + (state.priced or 0.0)).tolist()),
             choices=state.choices + 1,
@@ -790,10 +801,9 @@ class Auto:
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
         return self._switch(state, arm, prices, priced, decision)
 
-    def _learn(self, state: Watched, priced: Priced) -> Watched:
-        """Returns the state with what a window's measured times say."""
-        late = min(state.fresh, len(priced.compute_s))
-        seconds = np.array([sample.seconds for sample in state.window[-late:]])
+    def _learn(self, state: Watched, seconds: np.ndarray, priced: Priced) -> Watched:
+        """Returns the state with what the measured times of a window's last steps say."""
+        late = len(seconds)
         parts = priced.compute_s[-late:], priced.moves_s[-late:]
         if self.pools(state):
             rest = seconds - state.ratios @ np.stack(parts)

@@ -321,16 +321,20 @@ def test_a_prefetch_that_learns_is_priced_by_what_it_learned_before_the_window(
 
 @dataclasses.dataclass(frozen=True)
 class Timed(Auto):
-    """Steps with a pool take `host_s` longer. `ran` gets the arm of each step."""
+    """Steps with a pool take `host_s` longer, and each choice `think_s`. `ran` gets the arm of each
+    step, `chose` the choices before it."""
 
     host_s: float = 0.0
+    think_s: float = 0.0
+    chose: list[int] = dataclasses.field(default_factory=list)
     ran: list[str] = dataclasses.field(default_factory=list)
 
     def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
         if seen.moment == Moment.STEP_END:
             self.ran.append(self.arms[state.arm])
+            self.chose.append(state.choices)
         shown = object.__new__(Observation)
-        slow = self.host_s * self.ran.count("fluxmoe")
+        slow = self.host_s * self.ran.count("fluxmoe") + self.think_s * state.choices
         shown.__dict__.update(vars(seen), seconds=seen.seconds + slow)
         return super().decide(state, shown)
 
@@ -386,6 +390,17 @@ def test_a_pool_that_takes_host_work_is_left(tmp_path, monkeypatch):
     assert said["pool_s"] == pytest.approx(1e-4, rel=0.2) and "fluxmoe" in quick.ran
     _, said, _ = streamed(tmp_path / "l", 16, "lru", "fluxmoe", pool_s=0.02)
     assert said["switches"] == 0
+
+
+def test_simulating_windows_takes_no_more_than_its_share(tmp_path, monkeypatch):
+    """Rests are longer where it takes long beside a step."""
+    monkeypatch.setattr(auto, "SELDOM", 1)
+    for think_s, rest in ((0.0, 16), (0.03, 50)):
+        policy, _, _ = streamed(
+            tmp_path / f"{rest}", 8, "lru", "fluxmoe", steps=160, think_s=think_s
+        )
+        first, second, *_ = np.flatnonzero(np.diff(policy.chose))
+        assert second - first == pytest.approx(17 + rest, abs=2)
 
 
 BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10us,attention=10us"
