@@ -240,7 +240,9 @@ class Runs:
             with ablated(name), timed(llm.engine, own) as spent:
                 seconds, tokens = run_load(llm, phases, args.counted)
         self.seconds[name].append(seconds)
-        self.work[name] = (SPLIT in name, *np.subtract(work_of(llm), before).tolist())
+        # What moves between layers is not counted.
+        apart = SPLIT in name, is_ahead(name) and name
+        self.work[name] = (*apart, *np.subtract(work_of(llm), before).tolist())
         self.tokens = tokens if self.tokens is None else self.tokens
         if tokens != self.tokens:
             raise UserError(f"{name} changed a token")
@@ -585,6 +587,8 @@ def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
         enable_prefix_caching=False,
         progress=False,
     ) as llm:
+        assert llm.engine.control is not None  # whose policies may read routers
+        llm.plan = dataclasses.replace(llm.plan, spec=llm.engine.control.controller.spec)
         begin(llm, auto_of(llm))
         llm.engine.runner.wait_compiled(everything=True)
         every = phases_of("shift", args.context, args.tokens)[:3]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.costs.hardware import stated_costs
+from moejax.start.choices import GATED
 from scripts.bench import auto
 from tests.scripts.runs import json_lines
 
@@ -119,20 +120,24 @@ def test_a_cell_that_is_not_there_is_named(engine, capsys):
 
 
 @pytest.mark.slow
-def test_a_prefetch_is_an_arm(capsys, monkeypatch):
-    """With driver host, whose --memories are expert budgets: a pool has none of KV's."""
+@pytest.mark.parametrize("ahead", [("fluxmoe",), (*GATED, "tokens", "layer-streaming")])
+def test_prefetches_are_arms(ahead, capsys, monkeypatch):
+    """With driver host, whose --memories are expert budgets: a pool has none of KV's. None is the
+    same arm as another one that misses as much."""
     begun, begin = [], auto.begin
     monkeypatch.setattr(
         auto, "begin", lambda llm, policy: begin(llm, policy) or begun.append((llm.plan, policy))
     )
-    given = ["--driver", "host", "--prefetch", "fluxmoe", "--loads", "batch", "--links", "1GB/s"]
+    given = ["--driver", "host", "--loads", "batch", "--links", "1GB/s"]
+    if len(ahead) == 1:
+        given += ["--prefetch", *ahead]
     monkeypatch.setattr(auto, "enough", lambda *_: True)
     (row,) = json_lines(capsys, auto.main, *given, "--memories", "40%", "--tokens", "8")
     plan, policy = begun[0]
-    assert policy.arms == ("lru", "lfu", "lfru", "fluxmoe")
+    assert {*policy.arms} == {"lru", "lfu", "lfru", *ahead}
+    assert {arm for arm, first in row["same"].items() if arm == first} >= {"lru", *ahead}
     assert {*row["seconds"]} == {*policy.arms, "auto"}
-    alone = [way for _, way in begun if isinstance(way, auto.Auto) and way.arms == ("fluxmoe",)]
-    assert alone and alone[0].pool and sum(plan.cells) == round(0.4 * 64)
+    assert policy.pool == (ahead == ("fluxmoe",)) and sum(plan.cells) == round(0.4 * 64)
     assert auto.main([*given, "--counted"]) == 2
     assert "prefetches run beside them; with --driver host leave it out" in capsys.readouterr().err
 
