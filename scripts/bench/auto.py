@@ -574,7 +574,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def opened(args: argparse.Namespace, link: str, memory: str) -> Iterator[LLM]:
     """An engine whose programs are compiled."""
     # A pool has the cells of a budget: none go to KV.
-    amount = {"memory" if args.driver == "device" else "expert_budget": memory}
+    amount: dict[str, Any] = {"memory" if args.driver == "device" else "expert_budget": memory}
     with LLM(
         args.model,
         policy="auto",

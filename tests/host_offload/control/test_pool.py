@@ -315,14 +315,14 @@ class Scanned:
         if not places:
             return None
         giver, cell = place = min(places, key=self.worth.__getitem__)
-        owner, to = self.tables.owner[place], cell
+        owner, to = int(self.tables.owner[place]), cell
         if giver != layer:
-            to = np.flatnonzero(self.tables.cell_row[layer] < 0)[0]
+            to = int(np.argmax(self.tables.cell_row[layer] < 0))
         if giver != layer or evict:
             self.moves.append(HandOver(giver, cell, owner, layer, to))
             Pager(self.tables).hand_over(self.moves[-1:])
         del self.worth[place]
-        return int(to)
+        return to
 
     def even(self) -> None:
         self.look(room=False)
@@ -392,7 +392,7 @@ def test_a_sorted_pool_gives_the_cells_of_a_scan(tables, seed):
             staging.settle_between_layers(np.ones(1, np.int32))
     layer, active = int(rng.integers(LAYERS)), rng.random(EXPERTS) < 0.5
     places = rng.permutation([*np.ndindex(LAYERS, EXPERTS)])[: rng.integers(19)]
-    queue, room = [Stage(*map(int, place)) for place in places], bool(rng.integers(2))
+    queue, room = [Stage(at, expert) for at, expert in places.tolist()], bool(rng.integers(2))
     own, even = tables.copy(), Scanned(tables.copy(), staging)
     even.even()
     staging.begin_step(STEP, own, pools=False)

@@ -201,6 +201,7 @@ def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
         for arm in ("lru", "layer-streaming"):
             looked.clear()
             arms = arm, *(other for other in policy.arms if other != arm)
+            assert engine.control is not None
             spec = dataclasses.replace(plan.spec, router=engine.control.controller.spec.router)
             policies = [dataclasses.replace(policy, arms=arms, window=10**6)]
             engine.begin_anew(spec, policies, list(plan.cells))
