@@ -842,6 +842,8 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
                      : as.shift == Shift::Zero ? sum_side_by_side<Shift::Zero> : sum_side_by_side<Shift::Minimum>;
     float *scales = whole_line((float*)sums), *shifts = scales + apart * kOutputs;
     int32_t* open = (int32_t*)(shifts + apart * kOutputs);
+    int8_t* ordered = whole_line((int8_t*)(open + least(tokens, kAtOnce) * units * kOutputs));
+    for (int64_t t = 0; t < tokens; t++) order_widely<K>(Quantized(x[t], n).q, n, ordered + t * n);
     const bool known = is_known(f, c);
     // kOutputs rows that are asked for in so many calls.
     const auto rows_ahead = [&](const Coding& c, int64_t row, int64_t calls) {
@@ -883,7 +885,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       for (int64_t t0 = 0; t0 < tokens; t0 += kAtOnce) {
         const int64_t count = least(kAtOnce, tokens - t0);
         const int8_t* q[kAtOnce];
-        for (int64_t t = 0; t < count; t++) q[t] = Quantized(x[t0 + t], n).q;
+        for (int64_t t = 0; t < count; t++) q[t] = ordered + (t0 + t) * n;
         chosen<1, kAtOnce>(count, [&](auto some) {
           constexpr int T = decltype(some)::value;
           (sixteen ? side_by_side_sums<K, 16, T> : side_by_side_sums<K, 32, T>)(as, codes, highs, n, high_size, ahead, q, open);

@@ -93,11 +93,16 @@ void order_widely(const int8_t* q, int64_t n, int8_t* out) {
   }
 }
 
+// Of lanes of 128 bits: the even lanes of both vectors, or the odd ones.
+template <bool odd>
+INLINE v64 every_other(v64 a, v64 b) {
+  return (v64)(odd ? _mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd) : _mm512_shuffle_ps((__m512)a, (__m512)b, 0x88));
+}
+
 // Sums of neighbours: lanes of 128 bits of two vectors have two lanes of a plane and two of another
 // one; then one of each, of the first vector and of the second.
 INLINE v64 add_pairs(v64 a, v64 b) {
-  const __m512 x = (__m512)a, y = (__m512)b;
-  return _mm512_add_epi32((v64)_mm512_shuffle_ps(x, y, 0x88), (v64)_mm512_shuffle_ps(x, y, 0xdd));
+  return _mm512_add_epi32(every_other<false>(a, b), every_other<true>(a, b));
 }
 // Of lanes of 128 bits: the sums of the first vector's two pairs, then of the second one's.
 INLINE v64 add_quarters(v64 a, v64 b) {
@@ -179,19 +184,19 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 // ---- up to kSideBySide tokens and codes of 2 to 6 bits: kOutputs rows of gate or up side by side in lanes, so
 // that no sum crosses them
 
-// Of each of kOutputs rows 32 elements, from `at` on: of each four elements the lower bytes, and the upper ones.
-INLINE void elements_of(const uint16_t* const* rows, int64_t at, v64 (&out)[8][2]) {
-  v64 v[kOutputs];
-#pragma GCC unroll 16
-  for (int r = 0; r < kOutputs; r++) v[r] = lower_then_upper(_mm512_loadu_si512(rows[r] + at));
-  turn(v);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) out[i][0] = v[i / 2 * 4 + i % 2], out[i][1] = v[i / 2 * 4 + i % 2 + 2];
+// 32 elements of each fourth of 16 rows, from `at` on: vector i has in its lanes of 128 bits eight of each row, as
+// lower_then_upper has them.
+INLINE void fourths_of(const uint16_t* const* rows, int64_t at, v64 (&out)[4]) {
+  v64 v[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) v[r] = lower_then_upper(_mm512_loadu_si512(rows[4 * r] + at));
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    const v64 a = i ? _mm512_shuffle_i32x4(v[0], v[1], 0xee) : _mm512_shuffle_i32x4(v[0], v[1], 0x44);
+    const v64 b = i ? _mm512_shuffle_i32x4(v[2], v[3], 0xee) : _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+    out[i] = _mm512_shuffle_i32x4(a, b, 0x88), out[i + 1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  }
 }
-
-// p's line, towards the first cache. Where 16 rows are read side by side, a core of a Zen 5 gets 38 GB/s of
-// 4-bit codes for one token and 33 for two so; towards the second cache 27 and 19.
-INLINE void prefetch_to_l1(const uint16_t* p) { __builtin_prefetch(p, 0, 3); }
 
 // Memory that is asked for, some lines at a time: a core waits for a few dozen at once, and memory idles where it
 // asks for none. Codes of a Zen 5 come 1.15 times as fast where all steps of the sums ask as where one does.
@@ -211,55 +216,85 @@ struct PrefetchList {
       const int64_t n = least(left, lines[part]);
       left -= n, lines[part] -= n;
       for (const char* end = next[part] + 64 * n; next[part] < end; next[part] += 64) {
-        prefetch_to_l1((const uint16_t*)next[part]);
+        soon((const uint16_t*)next[part]);
       }
     }
   }
 };
 
+// The lines of kOutputs rows of n elements, or of the rows behind them, that are read three steps later, towards the
+// first cache: it would not hold what is asked for further ahead.
+INLINE void ask_near(const uint16_t* const* rows, int64_t at, int64_t n) {
+  const int64_t later = at + 3 * 32, near = later < n ? later : later + (kOutputs - 1) * n;
+#pragma GCC unroll 16
+  for (int r = 0; r < kOutputs; r++) __builtin_prefetch(rows[r] + near, 0, 3);
+}
+
 // To out[(t · units + unit) · kOutputs + row] of units of 32 or 16 elements of each plane, for T tokens. x: the
-// numbers.
+// numbers, as order_widely has them.
 template <class K, int unit, int T>
 void side_by_side_sums(const Integers& as, const uint16_t* const* rows, const uint16_t* const* highs_of, int64_t n,
                        int64_t high_size, PrefetchList& ahead, const int8_t* const* x, int32_t* out) {
-  constexpr int F = K::fields, P = K::planes, steps = unit / 4, S = T * P <= 4 ? 2 : 1;
+  constexpr int F = K::fields, P = K::planes, U = 32 / unit;
+  // Codes of 4 bits that stand above others need not be shifted: they are 16 times as large, and so are their sums.
+  constexpr bool scaled = K::bits == 4 && !K::listed && !K::highs;
   const int64_t size = n / P, units = n / unit;
   Reader reader(as, 0);
   int64_t high_at = 0, multiple = 0;
   for (int64_t at = 0; at < size; at += 32, high_at += 32) {
-    v64 bytes[8][2], highs[8][2] = {};
     ahead.ask();
-    elements_of(rows, at, bytes);
-    if constexpr (K::highs) {
-      if (high_at == high_size) high_at = 0, reader.set(as, ++multiple);
-      elements_of(highs_of, high_at, highs);
-    }
+    ask_near(rows, at, size);
+    if (K::highs && high_at == high_size) high_at = 0, reader.set(as, ++multiple);
+    if (K::highs) ask_near(highs_of, high_at, high_size);
+    v64 pair[2][U][T][F];  // of fourths: in lanes of 128 bits of each one a sum of the lower and one of the upper bytes
 #pragma GCC unroll 2
-    for (int first = 0; first < 8; first += steps) {
-      v64 sums[S][T][P] = {};  // of each other step, which need not wait for each other
-#pragma GCC unroll 8
-      for (int i = first; i < first + steps; i++) {
+    for (int half = 0; half < 2; half++) {
+      v64 sums[2][U][T][F] = {};
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
+      for (int j = 0; j < 2; j++) {
+        v64 bytes[4], highs[4] = {};
+        fourths_of(rows + 2 * half + j, at, bytes);
+        if (K::highs) fourths_of(highs_of + 2 * half + j, high_at, highs);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
           v64 codes[F];
-          reader.fields<K>(bytes[i][half], highs[i][half], codes);
+          if constexpr (scaled) {
+            codes[0] = _mm512_and_si512(bytes[i], _mm512_set1_epi8(15));
+            codes[1] = _mm512_and_si512(bytes[i], _mm512_set1_epi8(-16));
+          } else {
+            reader.fields<K>(bytes[i], highs[i], codes);
+          }
 #pragma GCC unroll 4
-          for (int f = 0; f < F; f++) {
-            const int p = half * F + f;
+          for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++) {
-              v64& mine = sums[i % S][t][p];
-              mine = _mm512_dpbusd_epi32(mine, codes[f], _mm512_set1_epi32(load<int32_t>(x[t] + p * size + at + 4 * i)));
+            for (int f = 0; f < F; f++) {
+              v64& mine = sums[j][i * U / 4][t][f];
+              const __m128i numbers = load<__m128i>(x[t] + at * P + 64 * f + 16 * i);
+              mine = _mm512_dpbusd_epi32(mine, codes[f], _mm512_broadcast_i32x4(numbers));
             }
           }
         }
       }
+#pragma GCC unroll 2
+      for (int u = 0; u < U; u++) {
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+          for (int f = 0; f < F; f++) pair[half][u][t][f] = add_pairs(sums[0][u][t][f], sums[1][u][t][f]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int u = 0; u < U; u++) {
 #pragma GCC unroll 4
       for (int t = 0; t < T; t++) {
-#pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-          const v64 all = S == 2 ? _mm512_add_epi32(sums[0][t][p], sums[S - 1][t][p]) : sums[0][t][p];
-          _mm512_storeu_si512(out + (t * units + (p * size + at) / unit + first / steps) * kOutputs, all);
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) {
+          const v64 &a = pair[0][u][t][f], &b = pair[1][u][t][f];
+          v64 lower = every_other<false>(a, b), upper = every_other<true>(a, b);
+          if (scaled && f) lower = _mm512_srai_epi32(lower, 4), upper = _mm512_srai_epi32(upper, 4);
+          int32_t* mine = out + (t * units + (f * size + at) / unit + u) * kOutputs;
+          _mm512_storeu_si512(mine, lower), _mm512_storeu_si512(mine + F * size / unit * kOutputs, upper);
         }
       }
     }
