@@ -1,5 +1,6 @@
 """The bench of peers: which engines a stage has, and what moejax computes for it."""
 
+import json
 import subprocess
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from moejax.errors import UserError
 from moejax.requests.tokenizer import load_tokenizer
-from scripts.bench.peer_engines import MoejaxEngine, Task, answered
+from scripts.bench.peer_engines import MoejaxEngine, Task, TransformersEngine, answered
 from scripts.bench.peers import STAGES, case_rows, deviation, engines_of, main, model_of
 from scripts.parts import cgroup
 from tests.moejax.models.families import write_checkpoint
@@ -82,6 +83,20 @@ def test_a_sequence_begins_behind_its_context_whatever_stands_beside_it(tmp_path
     )
     assert [step[:1] for step in several] == one
     engine.llm.close()
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:.past_key_values.:FutureWarning")
+def test_transformers_decodes_batches_of_several_sizes(demo_dir):
+    """Every sequence has the context of the first."""
+    vocabulary = json.loads((demo_dir / "config.json").read_text())["vocab_size"]
+    task = Task(str(demo_dir), vocabulary, batch=3, context=8, steps=2, prompt=8)
+    engine = TransformersEngine(task)
+    one, *others = (
+        answered(engine, task, {"what": "check", "batch": batch})["scores"] for batch in (1, 2, 3)
+    )
+    for several in others:
+        assert [step[0] for step in several] == pytest.approx([step[0] for step in one], abs=0.1)
 
 
 def test_logits_are_compared_by_divergence_and_by_the_largest_error():
