@@ -112,6 +112,14 @@ def test_what_few_rounds_say_is_not_certain():
         assert f"either way in {said[0]};" in first and last.endswith(f"with 90% in {said[1]}")
 
 
+def test_the_mean_regret_of_many_cells_is_not_of_noise():
+    cells = [auto.figures(seconds)["regrets"] for seconds in noisy_cells(1.03, 5)]
+    mean, low, high = auto.mean_of(cells)
+    assert low < 0.03 < high and high - low < 0.02
+    assert mean == pytest.approx(0.03, abs=0.01)
+    assert auto.mean_of([[0.1], [0.1]]) == pytest.approx((0.1, 0.1, 0.1))
+
+
 def test_a_cell_that_is_not_there_is_named(engine, capsys):
     assert auto.main(["--cells", "2GB/s:12MiB:chat,1GB/s:12MiB:chat", "--links", "1GB/s"]) == 2
     said = capsys.readouterr().err
