@@ -481,9 +481,9 @@ class Engine:
             positions[[*draft.rows]] = draft.request.computed + np.arange(len(draft.rows))
         hooks = placed = None
         if self.hooks is not None:
-            assert self.control is not None
             placed = placed_rows(work, positions, runner.shapes)
-            if self.control.looks_between_layers:  # or the host would wait for each layer
+            control = self.control
+            if control is None or control.looks_between_layers:  # or it would wait for each layer
                 hooks = self.hooks(placed)
         table = self._device_block_table()
         if work.chunks:
