@@ -65,7 +65,11 @@ def follow_expert_bytes() -> Walk:
             return False
         return np.array_equal(value.reshape(-1).view(np.uint16)[:16], first)
 
-    return follow(is_it, lambda: start().close())
+    def run():
+        with start() as llm:  # which begins before all experts are read
+            llm.engine.runner.store.wait()
+
+    return follow(is_it, run)
 
 
 def follow_token() -> Walk:
