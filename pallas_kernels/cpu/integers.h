@@ -835,7 +835,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   };
 #ifdef __AVX512VNNI__
   // Two cores of a Zen 5 get 4-bit codes from memory 1.1 to 1.2 times as fast for one to three tokens as by
-  // wide_row_sums, and 4- and 6-bit ones 1.1 to 1.5 times for four to eight as in blocks; 6-bit ones of fewer at 0.8.
+  // wide_row_sums, and 4- and 6-bit ones 1.1 to 1.5 times for four to eight as in blocks; 6-bit ones of fewer at 0.8 (Zen 4: 0.98).
   const auto rows_side_by_side = [&](const Integers& as, auto kind) {
     using K = decltype(kind);
     const auto sum = as.shift == Shift::None ? sum_side_by_side<Shift::None>
