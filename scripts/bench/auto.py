@@ -265,15 +265,13 @@ def work_of(llm: LLM) -> tuple[int, ...]:
     return *statistics.steps.values(), sum(statistics.moved.values())
 
 
-def enough(
-    seconds: Seconds, args: argparse.Namespace, same: Mapping[str, str] | None = None
-) -> bool:
+def enough(seconds: Seconds, args: argparse.Namespace) -> bool:
     """Whether a cell needs no more rounds. Counts are the same in each."""
     totals = phases_by_round(seconds).values()
     spent = min(float(times.sum()) for times in totals)
     if args.counted or len(seconds["auto"]) < args.rounds or spent < args.least:
         return args.counted
-    return spent >= args.most or not _may_be_either(figures(seconds, same))
+    return spent >= args.most or not _may_be_either(figures(seconds))
 
 
 def _may_be_either(cell: Mapping[str, Any]) -> bool:
@@ -299,15 +297,15 @@ def measure(
     for turn in itertools.count(len(runs.seconds["auto"])):
         for name in order(sorted(ways), turn):
             runs.run(llm, name, ways[name], phases, args)
-        same = runs.same()
-        if enough(runs.seconds, args, same):
+        seconds = joined(runs.seconds, same := runs.same())
+        if enough(seconds, args):
             break
     return {
         "seconds": runs.seconds,
         "same": same,
         "own": None if args.counted else float(np.median(runs.own)),
         "switch_mb": runs.said["switched_experts"] * llm.engine.runner.link_bytes[0] / 1e6,
-        **said_of(runs.seconds, runs.said, same),
+        **said_of(seconds, runs.said),
     }
 
 
@@ -331,17 +329,27 @@ def phases_by_round(seconds: Seconds) -> dict[str, np.ndarray]:
     }
 
 
-def joined(phases: Mapping[str, np.ndarray], same: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Returns phases_by_round with arms that do the same work as one, by the name of the first."""
-    names: dict[str, list[str]] = {}
-    for name in phases:
-        names.setdefault(same.get(name, name), []).append(name)
+def joined(seconds: Seconds, same: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Returns the times with arms that do the same work as one, by the name of the first: in each
+    round their mean.
+
+    - `same`: Runs.same().
+    """
+    times: dict[str, list[Sequence[Any]]] = {}
+    for name, rounds in seconds.items():
+        times.setdefault(same.get(name, name), []).append(rounds)
     return {
-        first: np.mean([phases[name] for name in each], axis=0) for first, each in names.items()
+        first: [np.mean(of_round, axis=0) for of_round in zip(*each, strict=True)]
+        for first, each in times.items()
     }
 
 
-def arms_of(seconds: Mapping[str, Any]) -> list[str]:
+def joined_of(row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The same of a row; of older files and predictions nobody knows what is the same."""
+    return joined(row["seconds"], row.get("same", {}))
+
+
+def arms_of(seconds: Seconds) -> list[str]:
     return [name for name in seconds if name != "auto" and name not in ABLATIONS]
 
 
@@ -384,15 +392,12 @@ def mean_of(cells: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     return mean, low, high
 
 
-def figures(seconds: Seconds, same: Mapping[str, str] | None = None) -> dict[str, Any]:
+def figures(seconds: Seconds) -> dict[str, Any]:
     """Returns the figures of a cell that follow from its times. None: the best arms of phases where
-    the times are not by phase.
-
-    - `same`: Runs.same().
-    """
-    phases = joined(phases_by_round(seconds), same or {})
+    the times are not by phase."""
+    phases = phases_by_round(seconds)
     totals = {name: times.sum(axis=1) for name, times in phases.items()}
-    names, auto = arms_of(phases), totals["auto"]
+    names, auto = arms_of(seconds), totals["auto"]
     arms = np.array([totals[name] for name in names])
     medians = np.median(arms, axis=1)
     rounds = np.arange(len(auto))
@@ -416,17 +421,15 @@ def figures(seconds: Seconds, same: Mapping[str, str] | None = None) -> dict[str
         **{
             name: float(np.median(regrets(arms, totals[name])))
             for name in ABLATIONS
-            if name in totals
+            if name in seconds
         },
     }
 
 
-def said_of(
-    seconds: Seconds, said: Mapping[str, Any], same: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def said_of(seconds: Seconds, said: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what auto said of a cell, its prices compared with the arms' times."""
-    prices, phases = said["mean_step_s"], joined(phases_by_round(seconds), same or {})
-    times = {name: float(np.median(phases[name].sum(axis=1))) for name in arms_of(phases)}
+    prices, phases = said["mean_step_s"], phases_by_round(seconds)
+    times = {name: float(np.median(phases[name].sum(axis=1))) for name in arms_of(seconds)}
     tau = kendall([prices[name] for name in times], [*times.values()]) if prices else float("nan")
     return {"tau": tau, "switches": said["switches"], "why": said["why"]}
 
@@ -533,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         cells = simulate(Path(directory), args) if args.simulated else measured(args)
-        shown = (row | figures(row["seconds"], row.get("same")) for row in cells)
+        shown = (row | figures(joined_of(row)) for row in cells)
         kept = (rows.append(row) or row for row in shown)
         lines = map(json.dumps, kept) if args.json else running(columns, kept)
         for line in lines:
@@ -561,11 +564,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if of.items() <= {"driver": "device", "prefetch": None, **row["of"]}.items()
         and "seconds" in row
     }
-    done = {
-        cell
-        for cell, row in kept.items()
-        if not args.go_on or enough(row["seconds"], args, row.get("same"))
-    }
+    done = {cell for cell, row in kept.items() if not args.go_on or enough(joined_of(row), args)}
     for link, memory in itertools.product(*every[:2]):
         loads = [load for load in every[2] if f"{link}:{memory}:{load}" in chosen]
         yield from (kept[link, memory, load] for load in loads if (link, memory, load) in done)

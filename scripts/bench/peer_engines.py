@@ -210,14 +210,14 @@ class TransformersEngine:
         # Its products may be slow: one context is computed, the others are copies.
         tokens = self._tensor(task.decoded()[:1, : task.context]).long()
         cache = self.model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-        self._caches, self._zeros = {1: cache}, torch.zeros
+        self._caches = {1: cache}
         self._context = task.context
         self._states = "linear_attention" in (getattr(self.model.config, "layer_types", None) or ())
 
     def start(self, batch: int) -> None:
         if batch not in self._caches:
             self._caches[batch] = copy.deepcopy(self._caches[1])
-            self._caches[batch].reorder_cache(self._zeros(batch).long())
+            self._caches[batch].reorder_cache(self._tensor(np.zeros(batch, np.int64)))
         self._first = self._cache = self._caches[batch]
 
     def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:

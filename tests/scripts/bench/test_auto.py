@@ -198,7 +198,7 @@ def test_arms_that_do_the_same_work_are_one():
     runs.work |= work
     runs.seconds["auto"] = [1.0] * 2
     assert runs.same() == {"lru": "lru", "lfru": "lru", "lfu": "lfu", "a": "a"}
-    found = auto.figures(runs.seconds, runs.same())
+    found = auto.figures(auto.joined(runs.seconds, runs.same()))
     assert (found["best"], found["best_s"]) == ("lru", pytest.approx(1.0))
     assert found["regret"] == found["to_lru"] == pytest.approx(0.0)
 
