@@ -75,10 +75,10 @@ OUTLIER = 4.0
 """A step that took so many times as long as those of its window was disturbed and does not count.
 """
 COUNTED, SIMULATED = 0.5, 2.0
-"""Steps that the last ratios of measured to predicted times weigh as much as, by whether the
-window's moves were counted or simulated."""
+"""Weight of the last ratios of measured to predicted times, in steps: where a window's moves were
+counted, and where they were simulated."""
 LEAST = 0.05
-"""The share of such a ratio below which it does not fall in a window."""
+"""What a window leaves at least of such a ratio, as a share."""
 TRIFLE = 1e-6
 """Square of a share of steps: moves of less, as of a copy that ends late, say nothing."""
 WATCH_S, COST = 3e-4, 0.05
