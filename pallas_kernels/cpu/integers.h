@@ -435,11 +435,16 @@ void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_
   }
 }
 
+INLINE vw scales_at(const float* p) { return load<vw>(p); }
+#ifdef __F16C__
+INLINE vw scales_at(const uint16_t* p) { return (vw)_mm256_cvtph_ps(load<__m128i>(p)); }  // float16
+#endif
+
 // y[r] of R rows, whose sums and scales lie `apart` and `scales_apart`: lane[u mod 8] += sum · scale ·
 // scale of x, and += minimum · …, units ascending; then pairwise. Rows side by side, since each one's
 // sums wait for each other.
-template <Shift how, int R>
-INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const float* scale, const float* shift,
+template <Shift how, int R, class S>
+INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const S* scale, const float* shift,
                       int64_t scales_apart, const float* x_scale, const float* x_sum, int64_t units, float* y) {
   vw lane[R][kUnitLanes / W] = {};
   for (int64_t u = 0; u < units; u += kUnitLanes) {
@@ -452,7 +457,7 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const floa
         vw zeros = zero - vw{};
         if (how == Shift::Zero) zeros += load<vw>(shift + r * scales_apart + at);
         const vw whole = __builtin_convertvector(load<wi>(sums + r * apart + at), vw) - of_x * zeros;
-        lane[r][k] += unfused(whole * (load<vw>(scale + r * scales_apart + at) * by));
+        lane[r][k] += unfused(whole * (scales_at(scale + r * scales_apart + at) * by));
         if (how != Shift::Minimum) continue;
         lane[r][k] += unfused(of_x * (load<vw>(shift + r * scales_apart + at) * by));
       }
@@ -468,16 +473,16 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const floa
   }
 }
 
-template <Shift how>
-void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, const float* scale,
+template <Shift how, class S>
+void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, const S* scale,
                        const float* shift, int64_t scales_apart, const float* x_scale, const float* x_sum,
                        int64_t units, float* y) {
   if (rows == kRowsAtOnce) {
-    return sum_units<how, kRowsAtOnce>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
+    return sum_units<how, kRowsAtOnce, S>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
   }
   for (int64_t r = 0; r < rows; r++) {
     const int64_t i = r * scales_apart;
-    sum_units<how, 1>(sums + r * apart, 0, zero, scale + i, shift + i, 0, x_scale, x_sum, units, y + r);
+    sum_units<how, 1, S>(sums + r * apart, 0, zero, scale + i, shift + i, 0, x_scale, x_sum, units, y + r);
   }
 }
 
@@ -729,6 +734,16 @@ void units_of(const Format& f, const uint16_t* record, int matrix, const Integer
   }
 }
 
+// Whether units' scales are float16 that follow each other, which are widened as they are used.
+bool are_halves(const Coding& c, const Integers& as, int64_t units) {
+#ifdef __F16C__
+  const bool plain = c.scale == ScaleType::F16 && c.group == c.unit && c.across == 1 && !c.super && c.whole == Whole::None;
+  return plain && as.shift == Shift::None && as.factor == 1 && units % kUnitLanes == 0;
+#else
+  return false;
+#endif
+}
+
 constexpr int64_t kBlockAhead = 24;  // rows that are asked for
 
 // f(first row, bytes of a number, groups that share one) of what groups have beside their codes.
@@ -769,8 +784,9 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   const bool sixteen = c.unit == 16;
   float *scale = scratch, *shift = scale + kScaledRows * room, *raw = shift + kScaledRows * room;
   int32_t* sums = (int32_t*)(raw + 2 * room);
-  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None>
-                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero> : sum_units_of_rows<Shift::Minimum>;
+  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None, float>
+                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, float> : sum_units_of_rows<Shift::Minimum, float>;
+  const bool halves = are_halves(c, as, units);
   // sum(row, sums): of all tokens.
   const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
   const auto few_rows_at_once = [&](const Integers& as, auto sum) {
@@ -789,7 +805,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     for (int64_t r = 0; r < least(kScaledRows, rows); r++) ask_for_units(f, record, c, first + r);
     for (int64_t r = 0; r < rows; r += at_once) {
       const int64_t i = r % kScaledRows * apart, count = least(at_once, rows - r);
-      if (!i) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
+      if (!i && !halves) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
       for (int64_t j = 0; j < count; j++) {
         const int64_t later = r + j + kScaledRows;
         if (later < rows || (!both && first + later < f.width)) ask_for_units(f, record, c, first + later);
@@ -801,8 +817,17 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       }
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
-        add(count, sums + t * room, tokens * room, as.zero, scale + i, shift + i, apart, to.scale[sixteen],
-            to.sum[sixteen], units, y + t * stride + r);
+        const auto with = [&](auto sum_up, const auto* scales) {
+          sum_up(count, sums + t * room, tokens * room, as.zero, scales, shift + i, apart, to.scale[sixteen],
+                 to.sum[sixteen], units, y + t * stride + r);
+        };
+#ifdef __F16C__
+        if (halves) {
+          with(sum_units_of_rows<Shift::None, uint16_t>, record + c.extra * n + (first + r) * units);
+          continue;
+        }
+#endif
+        with(add, scale + i);
       }
     }
   };
@@ -898,26 +923,31 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       }
     }
   };
-  // One token's rows of 8 bits come from memory faster by AVX2: 22 GB/s instead of 19 on a core of Zen 5.
-  if (size % 32 == 0 && high_size % 32 == 0 && (tokens > 1 || as.bits != 8)) {
+  // One token's rows of 8 bits take 0.55 to 0.75 of AVX2's time on a Zen 4. On a Zen 5, AVX2 had read them faster from
+  // memory (22 GB/s instead of 19), when their scales were widened before.
+  if (size % 32 == 0 && high_size % 32 == 0) {
     return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
       using K = decltype(kind);
       if constexpr (K::bits < 8) {
         if (tokens <= kSideBySide && (!K::highs || tokens >= kMany)) return rows_side_by_side(as, kind);
       }
-      if (tokens >= kMany) return blocks_of_rows(as, kind);
-      const int8_t* numbers[kFew];
-      int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
-      for (int64_t t = 0; t < tokens; t++, ordered += n) {
-        order_widely<K>(Quantized(x[t], n).q, n, ordered);
-        numbers[t] = ordered;
+      if constexpr (K::bits == 8 || K::highs) {
+        if (tokens < kMany) {
+          const int8_t* numbers[kFew];
+          int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
+          for (int64_t t = 0; t < tokens; t++, ordered += n) {
+            order_widely<K>(Quantized(x[t], n).q, n, ordered);
+            numbers[t] = ordered;
+          }
+          return chosen<1, kFew>(tokens, [&](auto some) {
+            constexpr int T = decltype(some)::value;
+            few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
+              (sixteen ? wide_row_sums<K, 16, T> : wide_row_sums<K, 32, T>)(as, row, numbers, room, out);
+            });
+          });
+        }
       }
-      chosen<1, kFew>(tokens, [&](auto some) {
-        constexpr int T = decltype(some)::value;
-        few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
-          (sixteen ? wide_row_sums<K, 16, T> : wide_row_sums<K, 32, T>)(as, row, numbers, room, out);
-        });
-      });
+      blocks_of_rows(as, kind);
     });
   }
 #endif
