@@ -520,9 +520,9 @@ class SimulatedEngine:
         self._control.after_read(found)
 
     def _is_read_before(self, step: StepRecord, following: StepRecord) -> bool:
-        """Whether the step is read before the other one is dispatched. If policies look between
+        """Whether the step is read before the other one is dispatched. If policies look between its
         layers the engine reads first, whatever the trace's run did."""
-        if self._between:
+        if self._control.looks_between_layers:
             return True
         if not self._timed:
             return following.number > step.number + 1

@@ -351,6 +351,13 @@ class Engine:
         drafts = self.drafts
         return drafts is not None and bool(self.scheduler.free_rows) and drafts.wanted(requests)
 
+    @property
+    def _hooks_look(self) -> bool:
+        """Whether hooks have something to do in the next step. If not, it need not wait for each
+        layer."""
+        control = self.control
+        return self.hooks is not None and (control is None or control.looks_between_layers)
+
     # ---- the loop
 
     @property
@@ -361,17 +368,17 @@ class Engine:
         """Dispatches the next step, then reads the step before it. Returns the requests that got
         tokens or finished.
 
-        With hooks it reads first: hooks make the dispatch take as long as the step's layers, and
-        tokens would wait for that. It also does so for structured outputs, for sessions of models
-        with state, and for drafts, which follow the last token. Ctrl-C waits for the end of the
-        call. A step that fails aborts its requests, and no others.
+        With hooks that look it reads first: they make the dispatch take as long as the step's
+        layers, and tokens would wait for that. It also does so for structured outputs, for sessions
+        of models with state, and for drafts, which follow the last token. Ctrl-C waits for the end
+        of the call. A step that fails aborts its requests, and no others.
         """
         with self.undisturbed(), self.running.running():
             previous, self._pending = self._pending, None
             begun, touched = previous is not None, []
             drafting = self.drafts is not None and self._drafts_now(self.scheduler.decoding)
             if previous is not None and (
-                drafting or previous.work.drafts or self.hooks is not None or self._any_waits()
+                drafting or previous.work.drafts or self._hooks_look or self._any_waits()
             ):
                 touched, previous = self._read(previous), None
             try:
@@ -482,8 +489,7 @@ class Engine:
         hooks = placed = None
         if self.hooks is not None:
             placed = placed_rows(work, positions, runner.shapes)
-            control = self.control
-            if control is None or control.looks_between_layers:  # or it would wait for each layer
+            if self._hooks_look:
                 hooks = self.hooks(placed)
         table = self._device_block_table()
         if work.chunks:
@@ -619,7 +625,7 @@ class Engine:
             missed, asked = sum(results.totals[2:]), True
             seconds = control.seconds(step.dispatched_s, now)
             glance = step_glance(step, self.runner.shapes, missed, seconds, self.scheduler)
-            control = None if control.controller.rest(glance) else control
+            control = None if control.rests(step.number, glance) else control
         if control is None and self.tracer is None:
             return
         needs = None if self.tracer is not None or control is None else control.controller.needs

@@ -188,18 +188,22 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
 
 
 def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
+    """The others are dispatched before the step before is read."""
     with open_llm(policy="auto", **HOST) as llm:
-        engine, plan, looked = llm.engine, llm.plan, list[bool]()
+        engine, plan, looked, unread = llm.engine, llm.plan, [], []
         decode = engine.runner.decode
-        monkeypatch.setattr(
-            *(engine.runner, "decode"),
-            lambda *args, hooks, **known: (
-                looked.append(hooks is not None) or decode(*args, hooks=hooks, **known)
-            ),
-        )
+
+        def watched(*args, hooks, **known):
+            looked.append(hooks is not None)
+            unread.append(len(looked) - (engine.statistics.steps["decode"] - before))
+            return decode(*args, hooks=hooks, **known)
+
+        monkeypatch.setattr(engine.runner, "decode", watched)
         policy = next(p for p in plan.settings.policies if isinstance(p, Auto))
         for arm in ("lru", "layer-streaming"):
-            looked.clear()
+            for seen in (looked, unread):
+                seen.clear()
+            before = engine.statistics.steps["decode"]
             arms = arm, *(other for other in policy.arms if other != arm)
             assert engine.control is not None
             spec = dataclasses.replace(plan.spec, router=engine.control.controller.spec.router)
@@ -207,6 +211,7 @@ def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
             engine.begin_anew(spec, policies, list(plan.cells))
             run(llm, mixed_jobs()[:1], check=False)
             assert looked and {*looked} == {arm != "lru"}
+            assert max(unread) == (2 if arm == "lru" else 1)
 
 
 def test_a_placement_that_defers_is_priced_as_one_that_changes_outputs(monkeypatch):
