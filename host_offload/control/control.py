@@ -12,6 +12,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import (
+    Glance,
     LayerRouting,
     LinkUse,
     StepRecord,
@@ -163,7 +164,7 @@ class Control:
         self._making, self._dispatched = None, number
         if self._handed:
             self.controller.settle_between_layers(self._read_done())
-        if self.controller.needs_residency:
+        if self.controller.needs_tables:
             self._snapshots[number] = self.device.snapshot()
 
     def seconds(self, start_s: float, read_s: float) -> float:
@@ -175,20 +176,25 @@ class Control:
             self._origin_s = start_s
         return read_s - self._origin_s
 
+    def rests(self, number: int, glance: Glance) -> bool:
+        """Whether no policy needs a step that was read; if so, that is all of it."""
+        if not self.controller.rest(glance):
+            return False
+        if (tables := self._tables(number)) is not None:
+            self.controller.see(tables)
+        return True
+
     def after_read(self, record: StepRecord, needed: bool = False) -> None:
         """Runs the policies of steps, intervals and turns after a step was read.
 
-        - `needed`: whether the controller's `rest` said that a policy needs the step.
+        - `needed`: whether `rests` said that a policy needs the step.
         """
         self._seconds = self.seconds(record.start_s, record.read_s)
-        tables = self._snapshots.pop(record.number, None)
-        for earlier in [number for number in self._snapshots if number < record.number]:
-            del self._snapshots[earlier]
         self.controller.end_step(
             record,
             age=self._dispatched - record.number,
             seconds=self._seconds,
-            tables=None if tables is None else tables(),
+            tables=self._tables(record.number),
             needed=needed,
         )
 
@@ -242,6 +248,13 @@ class Control:
         return entries
 
     # ---- pieces
+
+    def _tables(self, number: int) -> Residency | None:
+        """Takes the tables after a step that was read; None: they were not copied."""
+        tables = self._snapshots.pop(number, None)
+        for earlier in [before for before in self._snapshots if before < number]:
+            del self._snapshots[earlier]
+        return None if tables is None else tables()
 
     def _stages(self, number: int) -> list[Entry]:
         arriving, changes = self.controller.arriving, self.controller.changes

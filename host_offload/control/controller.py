@@ -126,7 +126,7 @@ class Seat:
     def __init__(self, policy: Policy, spec: Spec):
         self.policy, self.name = policy, name_of(policy)
         self.moments, self.writes = policy.moments, policy.writes  # they may be properties
-        self._observed: dict[Moment, tuple[str, ...]] = {}
+        self._observed: dict[tuple[Moment, bool], tuple[str, ...]] = {}
         self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
         self.rests: Callable[[Any, Glance], Any] | None = getattr(policy, "rests", None)
         self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
@@ -154,6 +154,12 @@ class Seat:
         return self.moments if self._active is None else self._active(self.state)
 
     @property
+    def looks_away(self) -> bool:
+        """Whether the policy looks at no tables for now."""
+        away: Callable[[Any], bool] | None = getattr(self.policy, "looks_away", None)
+        return away is not None and away(self.state)
+
+    @property
     def pools(self) -> bool:
         """Whether the policy wants a pool now."""
         pools: Callable[[Any], bool] | None = getattr(self.policy, "pools", None)
@@ -161,10 +167,10 @@ class Seat:
 
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
-        if moment not in self._observed:
-            needs = sorted(self.policy.needs - {"router"})
-            self._observed[moment] = tuple(n for n in needs if moment in moments_with(n))
-        return self._observed[moment]
+        if (key := (moment, self.looks_away)) not in self._observed:
+            needs = self.policy.needs - {"router"} - (RESIDENCY if self.looks_away else frozenset())
+            self._observed[key] = tuple(n for n in sorted(needs) if moment in moments_with(n))
+        return self._observed[key]
 
     def count_step(self, rows: int, seconds: float, counts: np.ndarray | None) -> None:
         """Counts a step that was read.
@@ -307,6 +313,12 @@ class Controller:
         wanted = self.stages_transfers or self.pool is not None or self.search is not None
         return wanted or not self.needs.isdisjoint(RESIDENCY)
 
+    @property
+    def needs_tables(self) -> bool:
+        """Whether the tables after the next step are needed."""
+        away = self.may_rest and all(seat.looks_away for seat in self._seats)
+        return self.needs_residency and not away
+
     @functools.cached_property
     def needs_link(self) -> bool:
         """Whether policies look at the queue beside compute."""
@@ -333,7 +345,7 @@ class Controller:
         until end_step or forget."""
         if self.tables is None:
             return []
-        if self.pool is not None:
+        if self.pool is not None and (self.pool.pools or self.needs_tables):
             self.tables = self.tables.copy()
             self.pool.begin_step(step, self.tables, any(seat.pools for seat in self._seats))
         return self.staging.entries(step, self.tables) if self.stages_transfers else []
@@ -346,10 +358,16 @@ class Controller:
             self.budget_deferred += 1
 
     @functools.cached_property
-    def may_rest(self) -> bool:
+    def _all_rest(self) -> bool:
         """Whether policies can do without some steps: each says so, and nobody else counts them."""
-        alone = not (self.needs_residency or self.staging.watching or "counts" in self.needs)
+        alone = self.search is None and "counts" not in self.needs
         return alone and all(seat.rests is not None for seat in self._seats)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether policies can do without some steps now, since no transfer is under way."""
+        staging = self.staging
+        return self._all_rest and not (staging.queued or staging.flying or staging.watching)
 
     def rest(self, glance: Glance) -> bool:
         """Whether no policy needs a step that was read. Otherwise nothing has changed, and end_step
@@ -381,10 +399,10 @@ class Controller:
         - `tables`: after the step, needed if needs_residency.
         - `needed`: whether `rest` was asked and said that a policy needs the step.
         """
-        if not needed and self.may_rest and self.rest(glance_of(record, seconds)):
-            return
         if tables is not None:
             self.see(tables)
+        if not needed and self.may_rest and self.rest(glance_of(record, seconds)):
+            return
         step = record.number
         if record.ahead is not None:
             self.staging.record_transfers(step, record.ahead)

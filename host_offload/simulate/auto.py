@@ -16,7 +16,8 @@ lasts until COST of its misses' time pays for what was watched.
 
 Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
 or placement among the arms, which decide between layers, a window is simulated under each arm
-instead, from its first residents on. The rest lasts until COST of its time pays for that.
+instead, from its first residents on. That may take longer than a load does. So a rest comes first,
+until THINKING of its time has paid for it.
 """
 
 from __future__ import annotations
@@ -89,9 +90,12 @@ SWITCH_S = 2e-3
 AT_ONCE, LONGEST = 64, 4096
 """Steps: a rest that would be no longer does not begin, since much is missed and little was
 watched; and misses of the longest rest, of which each step counts as one at least."""
-SELDOM, FIVE = 7, 5
-"""Windows of a rest where windows are simulated, under so many arms; more with more. At least: what
-simulating took is COST of a rest."""
+SIMULATE_S, THINKING = 1e-3, 0.05
+"""Least seconds of simulating a layer of a step under an arm, as measured on two cores, and the
+share of the time that simulating may take."""
+UNPAID = 3
+"""Of a rest before a simulated window, until it is paid. It then has a step that was dispatched
+without a copy of the tables, and one with it, after which the window begins."""
 KEPT = 8
 """Windows of a load whose steps count: what the last one does not show, all of them may."""
 OTHER_LOAD = 4
@@ -253,7 +257,10 @@ class Watched(NamedTuple):
     held: int = 0
     """Decode steps since the load began or the arm changed."""
     rest: int = 0
-    """Misses until the next window begins; 0: there is one."""
+    """Misses until the next window begins; 0: there is one. If windows are simulated: decode steps
+    once it is paid, UNPAID before."""
+    owed_s: float = 0.0
+    """Seconds of simulating that were not paid yet."""
     usual_s: float = 0.0
     """Seconds of a step of a simulated window, until the step after it shows what that took; then
     0."""
@@ -318,6 +325,17 @@ class Auto:
         return any(map(is_ahead, self.arms))
 
     @functools.cached_property
+    def _active(self) -> tuple[frozenset[Moment], ...]:
+        """Moments of each arm."""
+        own = frozenset({Moment.STEP_END})
+        return tuple(own.union(*(policy.moments for policy in each)) for each in self.policies)
+
+    @functools.cached_property
+    def _silent(self) -> tuple[bool, ...]:
+        """Of each arm: whether none of its policies is asked."""
+        return tuple(not any(policy.moments for policy in each) for each in self.policies)
+
+    @functools.cached_property
     def pooled(self) -> np.ndarray:
         """bool[A]: whether an arm has one pool of cells."""
         return np.array([any(map(wants_pool, each)) for each in self.policies])
@@ -346,6 +364,12 @@ class Auto:
     def alone(self) -> bool:
         """Whether there is nothing to watch."""
         return len(self.arms) == 1 and not self.layered
+
+    @functools.cached_property
+    def simulate_s(self) -> float:
+        """Least seconds of simulating a window under each arm; 0: none is simulated."""
+        steps = self._window * len(self.arms) if self.ahead and not self.alone else 0
+        return SIMULATE_S * len(self.cells) * steps
 
     @functools.cached_property
     def hobbit(self) -> Hobbit | None:
@@ -462,6 +486,8 @@ class Auto:
             reuse=reuse,
             ratios=self.ratios,
             pool_s=self.pool_s,
+            rest=UNPAID if self.simulate_s else 0,
+            owed_s=self.simulate_s,
             said=said,
             taught={
                 policy: policy.init(spec)
@@ -480,10 +506,12 @@ class Auto:
         """Passes the steps that end no window and change no split."""
         if state.rest > max(glance.missed, 1) and self._only_passes(state, glance):
             return self._pass(state, glance)
+        if self.ahead and (state.taught or not self._silent[state.arm]):
+            return None
         if self.alone and not self.splits:
             return state
-        weighs = self.hobbit is not None and not state.rest
-        if self.ahead or weighs or self._ends_window(state, glance, state.fresh + 1):
+        needed = not state.rest and (self.ahead or self.hobbit is not None)
+        if needed or self._ends_window(state, glance, state.fresh + 1):
             return None
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
@@ -506,8 +534,11 @@ class Auto:
 
     def active(self, state: Watched) -> frozenset[Moment]:
         """The moments of the present arm."""
-        moments = (policy.moments for policy in self.policies[state.arm])
-        return frozenset({Moment.STEP_END}).union(*moments)
+        return self._active[state.arm]
+
+    def looks_away(self, state: Watched) -> bool:
+        """Whether no tables are looked at: by a rest that is not paid yet, and the present arm."""
+        return self.ahead and state.rest == UNPAID and self._silent[state.arm]
 
     def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
         state, asked = self._ask(state, seen)
@@ -564,6 +595,8 @@ class Auto:
         short = SPLIT in self.arms[state.arm] and _is_short(state, seen)
         if seen.decode:
             state = self._see_load(state, seen.rows if self.bare else max(seen.running, 1))
+            if state.owed_s or state.usual_s:
+                state = self._pay(state, seen.seconds - state.seconds)
         if self.alone or state.rest:
             state = self._pass(state, seen)
         elif self.ahead and state.tables is None:  # the window begins with the next step
@@ -605,7 +638,7 @@ class Auto:
         other = max(load, state.load) >= OTHER_LOAD * min(load, state.load)
         if other:
             state = state._replace(load=load, held=0, steps=np.zeros((3, 3)))
-        if self.ahead and not state.rest:  # its window's records follow one another
+        if self.ahead:  # its window's records follow one another
             return state._replace(load=load)
         return state._replace(window=(), fresh=0, rest=0) if other else state
 
@@ -657,14 +690,20 @@ class Auto:
         if not seen.decode:
             return state._replace(seconds=seen.seconds)
         rest = state.rest - (1 if self.ahead else max(seen.missed, 1))
-        if state.usual_s:
-            simulating = (seen.seconds - state.seconds) / state.usual_s - 1
-            rest = max(rest, min(int(simulating / COST), LONGEST))
+        if state.owed_s:
+            rest = UNPAID
         fresh, held = (state.fresh + 1) % self.window, state.held + 1
         if state.rest and rest <= 0:  # the shadows are behind
             fresh = 0 if self.ahead else -self.window
-        now = {"seconds": seen.seconds, "usual_s": 0.0}
-        return state._replace(rest=max(rest, 0), fresh=fresh, held=held, **now)
+        return state._replace(seconds=seen.seconds, rest=max(rest, 0), fresh=fresh, held=held)
+
+    def _pay(self, state: Watched, took: float) -> Watched:
+        """Returns the state after a decode step of so many seconds, which pay for simulating. The
+        first step after a window also shows what that took."""
+        owed, usual = state.owed_s, state.usual_s
+        if usual:
+            owed += max(min(took - usual, LONGEST * THINKING * usual), self.simulate_s)
+        return state._replace(owed_s=max(owed - THINKING * took, 0.0), usual_s=0.0)
 
     # ---- what a step says
 
@@ -816,7 +855,7 @@ class Auto:
         """Returns the misses of the rest that pays for the steps watched since the last one; 0 if
         they come soon."""
         if self.ahead:
-            return self._window * SELDOM * max(len(self.arms), FIVE) // FIVE
+            return UNPAID
         fill_s = float(state.places.fill_s[state.arm].max())
         paid = max(COST * state.ratios[1] * fill_s, 1e-12)  # a trace may have no times
         rest = min(int(state.watched * WATCH_S / paid), LONGEST)
@@ -935,7 +974,7 @@ class Auto:
         if "cells" in self.writes and (cells[state.arm] != cells[arm]).any():
             fitted = self._split(state._replace(arm=arm))
         said = self._describe(state, prices, arm, moved)
-        known = self.pooled[arm] == self.pooled[state.arm]
+        known = self.pooled[arm] <= self.pooled[state.arm]
         state = state._replace(
             arm=arm,
             held=0,

@@ -52,6 +52,12 @@ LFU keeps what LRU evicts. `moved`: 8 other experts, which fit, but LFU still ke
 `uneven`: the first layer uses 4 experts and the second one 12 by turns."""
 
 
+@pytest.fixture(autouse=True)
+def windows_at_once(monkeypatch):
+    """Rests before simulated windows are as short as they can be."""
+    monkeypatch.setattr(auto, "SIMULATE_S", 0.0)
+
+
 def routed(load: str, step: int) -> np.ndarray:
     """int16[2, L, 3], the experts of a step's two rows."""
     if load == UNEVEN:
@@ -283,7 +289,7 @@ def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp
     that changes outputs must gain a tenth of the time."""
     costs = f"per_token=1us,startup={startup},load=2ms,accelerator=10us,attention=10us"
     arms = ("lru", "lfu", f"placement=fiddler,{costs}{more}")
-    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(100)], EXPERTS)
+    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(40)], EXPERTS)
     policy = an_auto(arms=arms, bare=True, **changes)
     run = predict(trace, costs_of(FILL_S), policies=(policy,), cells=CELLS, driver="host")
     assert run.simulation.control is not None
@@ -328,6 +334,9 @@ class Timed(Auto):
     think_s: float = 0.0
     chose: list[int] = dataclasses.field(default_factory=list)
     ran: list[str] = dataclasses.field(default_factory=list)
+
+    def rests(self, state: Watched, glance: Glance) -> None:
+        """Every step is counted."""
 
     def decide(self, state: Watched, seen: Observation) -> tuple[Watched, Decision]:
         if seen.moment == Moment.STEP_END:
@@ -380,11 +389,10 @@ def test_layers_are_streamed_where_steps_use_most_experts(used, first, chosen, t
 def test_a_pool_that_takes_host_work_is_left(tmp_path, monkeypatch):
     """After its first window, and for long: not even as long as it was tried is lost twice. A start
     that learned it does not try."""
-    monkeypatch.setattr(auto, "SELDOM", 1)
     slow, said, _ = streamed(tmp_path, 16, "lru", "fluxmoe", steps=160, host_s=0.02)
     assert [len([*group]) for _, group in itertools.groupby(slow.ran)] == [17, 17, 126]
     assert said["arm"] == "lru" and said["switches"] == 2
-    assert said["pool_s"] == pytest.approx(0.02 * (1 - auto.FORGET) ** 3, rel=0.2)
+    assert said["pool_s"] == pytest.approx(0.02 * (1 - auto.FORGET) ** 6, rel=0.2)
     quick, said, _ = streamed(tmp_path / "q", 16, "lru", "fluxmoe", steps=100, host_s=1e-4)
     assert said["arm"] == "fluxmoe" and said["switches"] == 1
     assert said["pool_s"] == pytest.approx(1e-4, rel=0.2) and "fluxmoe" in quick.ran
@@ -392,15 +400,15 @@ def test_a_pool_that_takes_host_work_is_left(tmp_path, monkeypatch):
     assert said["switches"] == 0
 
 
-def test_simulating_windows_takes_no_more_than_its_share(tmp_path, monkeypatch):
-    """Rests are longer where it takes long beside a step."""
-    monkeypatch.setattr(auto, "SELDOM", 1)
-    for think_s, rest in ((0.0, 16), (0.03, 50)):
-        policy, _, _ = streamed(
-            tmp_path / f"{rest}", 8, "lru", "fluxmoe", steps=160, think_s=think_s
-        )
-        first, second, *_ = np.flatnonzero(np.diff(policy.chose))
-        assert second - first == pytest.approx(17 + rest, abs=2)
+@pytest.mark.parametrize(("think_s", "rest"), [(0.0, 32), (0.03, 50)])
+def test_simulating_windows_takes_no_more_than_its_share(think_s, rest, tmp_path, monkeypatch):
+    """Also the first one, which steps of 12 ms pay for by what it takes at least. What one took the
+    next one will take."""
+    monkeypatch.setattr(auto, "SIMULATE_S", 0.0192 / (6 * 16 * 2))
+    policy, _, _ = streamed(tmp_path, 8, "lru", "fluxmoe", steps=160, think_s=think_s)
+    first, second, *_ = np.flatnonzero(np.diff(policy.chose))
+    assert first == pytest.approx(32 + 2 + 17, abs=3)
+    assert second - first == pytest.approx(rest + 2 + 17, abs=2)
 
 
 BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10us,attention=10us"
@@ -422,7 +430,9 @@ BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10u
 def test_versions_with_prefetch_and_placement_are_priced_as_they_run(arm, link, tmp_path):
     """By the residents of each version at a window's begin and what comes then: no time has to be
     corrected."""
-    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(200)], EXPERTS)
+    changing = "dynaexq" in arm  # is priced as if the hottest stayed the same, so in one window
+    steps = [routed(HOT, step) for step in range(30 if changing else 200)]
+    trace = write_trace(tmp_path / "t", steps, EXPERTS)
     high, low = (0, 8) if "small" in arm else (3, 5)  # free cells would be filled first
     sizes = {name: np.full(LAYERS, size) for name, size in (("dense", 100), ("small", 40))}
     told = spec(
@@ -437,8 +447,7 @@ def test_versions_with_prefetch_and_placement_are_priced_as_they_run(arm, link, 
     run = predict(trace, costs, policies=(policy,), **options)
     assert run.simulation.control is not None
     said = run.simulation.control["said"]["auto"]
-    changing = "dynaexq" in arm  # is priced as if the hottest stayed the same
-    assert said["ratios"] == pytest.approx((1, 1), rel=0.2 if changing else 0.01)
+    assert said["ratios"] == pytest.approx((1, 1), rel=0.3 if changing else 0.01)
     assert (run.simulation.staged.sum() > 0) == ("layer" in arm)
     beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
     assert (beside > 0) == (BESIDE in arm)

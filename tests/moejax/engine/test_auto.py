@@ -49,10 +49,11 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_random(monkeypatch):
-    """Every 4 decode steps another arm at random, with rests of 4 steps between."""
+    """Every 4 decode steps another arm at random, with rests of 3 or 4 steps between."""
     monkeypatch.setattr(auto, "LONGEST", 4)
     monkeypatch.setattr(auto, "AT_ONCE", 0)
-    monkeypatch.setattr(auto, "SELDOM", 1)
+    monkeypatch.setattr(auto, "SIMULATE_S", 0.0)
+    monkeypatch.setattr(auto, "THINKING", 1e9)
     monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4, forced=7))
 
 
@@ -188,10 +189,11 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
 
 
 def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
-    """The others are dispatched before the step before is read."""
+    """The others are dispatched before the step before is read and, until a window is paid, leave
+    no copy of the tables."""
     with open_llm(policy="auto", **HOST) as llm:
-        engine, plan, looked, unread = llm.engine, llm.plan, [], []
-        decode = engine.runner.decode
+        engine, plan, looked, unread, copied = llm.engine, llm.plan, [], [], []
+        decode, copy = engine.runner.decode, engine.runner.snapshot
 
         def watched(*args, hooks, **known):
             looked.append(hooks is not None)
@@ -199,9 +201,10 @@ def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
             return decode(*args, hooks=hooks, **known)
 
         monkeypatch.setattr(engine.runner, "decode", watched)
+        monkeypatch.setattr(engine.runner, "snapshot", lambda: copied.append(len(looked)) or copy())
         policy = next(p for p in plan.settings.policies if isinstance(p, Auto))
         for arm in ("lru", "layer-streaming"):
-            for seen in (looked, unread):
+            for seen in (looked, unread, copied):
                 seen.clear()
             before = engine.statistics.steps["decode"]
             arms = arm, *(other for other in policy.arms if other != arm)
@@ -212,10 +215,12 @@ def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
             run(llm, mixed_jobs()[:1], check=False)
             assert looked and {*looked} == {arm != "lru"}
             assert max(unread) == (2 if arm == "lru" else 1)
+            assert (copied == [0]) == (arm == "lru")
 
 
 def test_a_placement_that_defers_is_priced_as_one_that_changes_outputs(monkeypatch):
     """Though no prediction has deferred experts."""
+    monkeypatch.setattr(auto, "SIMULATE_S", 0.0)
     monkeypatch.setattr(start, "Auto", functools.partial(Auto, window=4))
     placement = f"ktransformers,{COSTS},load=1ms,defer=2"
     with open_llm(policy="auto", placement=placement, **HOST) as llm:
