@@ -90,7 +90,7 @@ SWITCH_S = 2e-3
 AT_ONCE, LONGEST = 64, 4096
 """Steps: a rest that would be no longer does not begin, since much is missed and little was
 watched; and misses of the longest rest, of which each step counts as one at least."""
-SIMULATE_S, THINKING = 1e-3, 0.05
+SIMULATE_S, THINKING = 3e-3, 0.05
 """Least seconds of simulating a layer of a step under an arm, as measured on two cores, and the
 share of the time that simulating may take."""
 UNPAID = 3
@@ -105,6 +105,9 @@ SAMPLED, SHARED, GATE = 2, 4, 0.05
 least saving of misses by which it does."""
 FEWER_BITS = 0.1
 """How much faster an arm must be that changes outputs, as a share of its time."""
+LESS_KV = 0.05
+"""The same of an arm whose split gives experts memory that KV had at the start: requests that come
+wait for it, a step of prompts or two."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
 """Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
 each layer."""
@@ -813,7 +816,7 @@ class Auto:
         switch_s[state.arm] = 0.0
         mean = steps.mean(axis=1)
         lately, prices = (
-            Prices(tuple((of * state.places.dearer).tolist()), tuple(switch_s.tolist()), state.arm)
+            Prices(tuple((of * self._dearer(state)).tolist()), tuple(switch_s.tolist()), state.arm)
             for of in (steps[:, -state.fresh :].mean(axis=1), mean)
         )
         arm = choose_arm(lately, horizon=state.fresh)
@@ -839,6 +842,11 @@ class Auto:
             return state, decision
         prices = prices if prices.step_s[arm] < prices.step_s[state.arm] else lately
         return self._switch(state, arm, prices, priced, decision)
+
+    def _dearer(self, state: Watched) -> np.ndarray:
+        """Returns float64[A], by what the times of arms are multiplied that cost other things."""
+        less = state.cap > min(self.cells) and [SPLIT in arm for arm in self.arms]
+        return state.places.dearer * np.where(less, 1 + LESS_KV, 1.0)
 
     def _learn(self, state: Watched, seconds: np.ndarray, priced: Priced) -> Watched:
         """Returns the state with what the measured times of a window's last steps say."""
@@ -1007,7 +1015,7 @@ class Auto:
         return found
 
     def _describe(self, state: Watched, prices: Prices, arm: int, moved: int) -> str:
-        dearer = state.places.dearer
+        dearer = self._dearer(state)
         old, new = (1e3 * prices.step_s[i] / dearer[i] for i in (prices.current, arm))
         names = self.arms[prices.current], self.arms[arm]
         return (

@@ -747,6 +747,25 @@ def test_requests_that_wait_for_kv_get_it():
         assert policy.arms[state.arm] == chosen
 
 
+@pytest.mark.parametrize(("saved", "chosen"), [(0.02, "lru"), (0.2, "lru+split")])
+def test_memory_that_kv_does_not_use_goes_to_experts_where_it_pays(saved, chosen):
+    """Requests that come would have to wait for it."""
+    fill_s = saved * COMPUTE_S / (4 / 3 * LAYERS)  # LRU misses 4 experts of a layer in 2 of 3 steps
+    policy = an_auto(fill_s, arms=("lru+split", "lru"))
+    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
+                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    state = policy.init(told)
+    for step in range(200):
+        seen = Observation(
+            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
+            seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
+            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
+            running=2, kv_used=10, kv_pages=280, waiting=0, waiting_tokens=0,
+        )  # fmt: skip
+        state, _ = policy.decide(state, seen)
+    assert policy.arms[state.arm] == chosen
+
+
 def test_a_change_of_eviction_alone_moves_no_cell():
     """Also where the start's cells are not even, as those of a split by need are."""
     policy = Auto((8, 7), costs_of(FILL_S), arms=("lru+split", "lfu+split"))
