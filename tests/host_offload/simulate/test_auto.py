@@ -427,12 +427,15 @@ BESIDE = "placement=fiddler,per_token=1us,startup=100us,load=2ms,accelerator=10u
         f"layer-streaming+precision=small+{BESIDE}",
     ],
 )
-def test_versions_with_prefetch_and_placement_are_priced_as_they_run(arm, link, tmp_path):
+def test_versions_with_prefetch_and_placement_are_priced_as_they_run(
+    arm, link, tmp_path, monkeypatch
+):
     """By the residents of each version at a window's begin and what comes then: no time has to be
     corrected."""
     changing = "dynaexq" in arm  # is priced as if the hottest stayed the same, so in one window
-    steps = [routed(HOT, step) for step in range(30 if changing else 200)]
-    trace = write_trace(tmp_path / "t", steps, EXPERTS)
+    if changing:
+        monkeypatch.setattr(auto, "SIMULATE_S", 1.6e-3)
+    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(200)], EXPERTS)
     high, low = (0, 8) if "small" in arm else (3, 5)  # free cells would be filled first
     sizes = {name: np.full(LAYERS, size) for name, size in (("dense", 100), ("small", 40))}
     told = spec(
@@ -447,7 +450,7 @@ def test_versions_with_prefetch_and_placement_are_priced_as_they_run(arm, link, 
     run = predict(trace, costs, policies=(policy,), **options)
     assert run.simulation.control is not None
     said = run.simulation.control["said"]["auto"]
-    assert said["ratios"] == pytest.approx((1, 1), rel=0.3 if changing else 0.01)
+    assert said["ratios"] == pytest.approx((1, 1), rel=0.22 if changing else 0.01)
     assert (run.simulation.staged.sum() > 0) == ("layer" in arm)
     beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
     assert (beside > 0) == (BESIDE in arm)
