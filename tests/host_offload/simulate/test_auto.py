@@ -284,12 +284,13 @@ def test_mutants_are_found(mutant, monkeypatch):
         ("100us", ",defer=1", {"same_bits": False}, "placement"),
     ],
 )
-def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp_path):
+def test_a_placement_is_chosen_where_it_pays(startup, more, changes, chosen, tmp_path, monkeypatch):
     """By the time that the second processor takes for an expert, which a load brings in 2 ms. One
     that changes outputs must gain a tenth of the time."""
+    monkeypatch.setattr(auto, "SIMULATE_S", 3e-4)
     costs = f"per_token=1us,startup={startup},load=2ms,accelerator=10us,attention=10us"
     arms = ("lru", "lfu", f"placement=fiddler,{costs}{more}")
-    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(40)], EXPERTS)
+    trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(100)], EXPERTS)
     policy = an_auto(arms=arms, bare=True, **changes)
     run = predict(trace, costs_of(FILL_S), policies=(policy,), cells=CELLS, driver="host")
     assert run.simulation.control is not None
@@ -434,7 +435,7 @@ def test_versions_with_prefetch_and_placement_are_priced_as_they_run(
     corrected."""
     changing = "dynaexq" in arm  # is priced as if the hottest stayed the same, so in one window
     if changing:
-        monkeypatch.setattr(auto, "SIMULATE_S", 1.6e-3)
+        monkeypatch.setattr(auto, "SIMULATE_S", 2e-3)
     trace = write_trace(tmp_path / "t", [routed(HOT, step) for step in range(200)], EXPERTS)
     high, low = (0, 8) if "small" in arm else (3, 5)  # free cells would be filled first
     sizes = {name: np.full(LAYERS, size) for name, size in (("dense", 100), ("small", 40))}
@@ -450,7 +451,7 @@ def test_versions_with_prefetch_and_placement_are_priced_as_they_run(
     run = predict(trace, costs, policies=(policy,), **options)
     assert run.simulation.control is not None
     said = run.simulation.control["said"]["auto"]
-    assert said["ratios"] == pytest.approx((1, 1), rel=0.22 if changing else 0.01)
+    assert said["ratios"] == pytest.approx((1, 1), rel=0.2 if changing else 0.01)
     assert (run.simulation.staged.sum() > 0) == ("layer" in arm)
     beside = 0 if run.simulation.placed is None else run.simulation.placed.sum()
     assert (beside > 0) == (BESIDE in arm)
