@@ -167,8 +167,9 @@ class Seat:
 
     def observed_at(self, moment: Moment) -> tuple[str, ...]:
         """Returns the fields of an Observation that the policy needs and the moment has."""
-        if (key := (moment, self.looks_away)) not in self._observed:
-            needs = self.policy.needs - {"router"} - (RESIDENCY if self.looks_away else frozenset())
+        away = self.looks_away
+        if (key := (moment, away)) not in self._observed:
+            needs = self.policy.needs - {"router"} - (RESIDENCY if away else frozenset())
             self._observed[key] = tuple(n for n in sorted(needs) if moment in moments_with(n))
         return self._observed[key]
 
