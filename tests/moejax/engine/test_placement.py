@@ -183,10 +183,22 @@ def other_bits(*args):
     return second and dataclasses.replace(second, implementation="xla", same_bits=False)
 
 
+def other_rows(compute):
+    """Rows so unlike the device's that no rounding hides a single expert of them."""
+
+    def scaled(*args):
+        rows, slots, seconds = compute(*args)
+        return rows * np.float32(1.25), slots, seconds
+
+    return scaled
+
+
 @pytest.mark.slow
 def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypatch):
     """Prefetches depend on how fast copies are, so a run alone need not place as another did."""
     monkeypatch.setattr(moejax.start.decide.start_plan, "second_of", other_bits)
+    compute_rows = processors.Processor._compute_rows
+    monkeypatch.setattr(processors.Processor, "_compute_rows", other_rows(compute_rows))
     run_before = tmp_path / "run"
     with placed("queue", f"{STATED},predict=gates", trace=run_before) as llm:
         delay(llm, 4e-3)
