@@ -12,7 +12,8 @@ cost no more than what they answer. The same steps with the same times give the 
 replay of a trace repeats them.
 
 Watching costs host time, and no more can be gained than misses take. So between windows a rest
-lasts until COST of its misses' time pays for what was watched.
+lasts until COST of its misses' time pays for what was watched, and begins when no change is about
+to pay. A split that is fitted anew is priced by the steps that follow.
 
 Evictions have shadows, residents that follow what steps route as if that arm ran. With a prefetch
 or placement among the arms, which decide between layers, a window is simulated under each arm
@@ -755,7 +756,7 @@ class Auto:
         cap = peak_headroom(division, peak_pages=peak, **settings)
         if cap is None or cap == state.cap:
             return state, _NOTHING
-        state = state._replace(cap=cap, fitted=True)
+        before, state = state.cap, state._replace(cap=cap, fitted=True)
         cells = state.shadows.cells.copy()
         for i, arm in enumerate(self.arms):
             if LAYERS in arm and SPLIT in arm:
@@ -763,8 +764,15 @@ class Auto:
                 cells[i] = allocate("marginal", _curves(state), slots, least=least).cells
             elif SPLIT in arm:
                 cells[i] = cap
-        state = state._replace(shadows=state.shadows.regrant(cells))
-        return state, self._split(state) if SPLIT in self.arms[state.arm] else _NOTHING
+        # What shadows missed so far, they missed with other cells.
+        begun = {"window": (), "fresh": min(state.fresh, 0), "tables": None}
+        state = state._replace(shadows=state.shadows.regrant(cells), **begun)
+        if SPLIT not in (arm := self.arms[state.arm]):
+            return state, _NOTHING
+        plain = arm.replace(SPLIT, "")
+        if cap > min(self.cells) >= before and plain in self.arms:
+            state = state._replace(arm=self.arms.index(plain), said=f"{plain}: KV keeps its memory")
+        return state, self._split(state)
 
     def _is_split(self, state: Watched, arm: str) -> bool:
         """Whether an arm's split is not that of the start."""
@@ -802,6 +810,8 @@ class Auto:
         decision = _NOTHING
         if self.splits:
             state, decision = self._fit_window(state, seen)
+            if not state.window:
+                return state, decision
         if self.layered and state.choices % SHARED == SHARED - 1:
             state, shared = self._share_layers(state)
             decision = shared if shared.cells is not None else decision
@@ -819,14 +829,20 @@ class Auto:
             Prices(tuple((of * self._dearer(state)).tolist()), tuple(switch_s.tolist()), state.arm)
             for of in (steps[:, -state.fresh :].mean(axis=1), mean)
         )
+
+        def choose(horizon: int) -> int:
+            """What is small, but lasts: an arm that still does better."""
+            found = choose_arm(prices, horizon=horizon)
+            return state.arm if lately.step_s[found] > lately.step_s[state.arm] else found
+
         arm = choose_arm(lately, horizon=state.fresh)
-        if arm == state.arm:  # also what is small, but lasts
-            arm = choose_arm(prices, horizon=state.held)
-            if lately.step_s[arm] > lately.step_s[state.arm]:
-                arm = state.arm
+        if arm == state.arm:
+            arm = choose(state.held)
+        rest, passed = self._rest(state)
+        if arm == state.arm and choose(state.held + passed) != arm:
+            rest = 0  # if all stays so, a change pays before the rest ends
         if self.forced is not None:
             arm = int(np.random.default_rng((self.forced, state.choices)).integers(len(self.arms)))
-        rest = self._rest(state)
         state = state._replace(
             window=() if self.ahead else state.window,
             fresh=0,
@@ -859,16 +875,17 @@ class Auto:
         ratios, known = correct(seconds, *parts, state.ratios, state.steps, prior)
         return state._replace(ratios=ratios, steps=known, pool_s=(1 - FORGET) * state.pool_s)
 
-    def _rest(self, state: Watched) -> int:
-        """Returns the misses of the rest that pays for the steps watched since the last one; 0 if
-        they come soon."""
+    def _rest(self, state: Watched) -> tuple[int, int]:
+        """Returns the misses of the rest that pays for the steps watched since the last one, and
+        its steps; 0 if they come soon."""
         if self.ahead:
-            return UNPAID
+            return UNPAID, 0
         fill_s = float(state.places.fill_s[state.arm].max())
         paid = max(COST * state.ratios[1] * fill_s, 1e-12)  # a trace may have no times
         rest = min(int(state.watched * WATCH_S / paid), LONGEST)
         missed = sum(sample.missed for sample in state.window[-state.fresh :]) / state.fresh
-        return rest if rest > AT_ONCE * max(missed, 1) else 0
+        steps = int(rest / max(missed, 1))
+        return (rest, steps) if steps > AT_ONCE else (0, 0)
 
     def _corrected(self, state: Watched, seen: Glance, priced: Priced) -> np.ndarray:
         """Returns float64[A, n], the corrected seconds of the window's steps under each arm, for as

@@ -635,6 +635,19 @@ def test_what_is_seldom_missed_is_seldom_watched(monkeypatch):
     assert not alone.arms
 
 
+def test_no_rest_begins_while_a_change_is_about_to_pay(monkeypatch):
+    """A change that takes more than a window to pay, where rests would be much longer."""
+    monkeypatch.setattr(auto, "WATCH_S", 200 * FILL_S * auto.COST)
+    gained = fixed("lru", [(HOT, 80)]) - fixed("lfu", [(HOT, 80)])
+    monkeypatch.setattr(auto, "SWITCH_S", 12 * FILL_S * gained / 80)
+    world = World(an_auto())
+    world.run(HOT, 60)
+    assert world.arms[-1] == "lfu"
+    rested = world.rested
+    world.run(HOT, 40)
+    assert world.rested > rested + 20
+
+
 def test_prompts_count():
     """Experts that a prompt misses are priced with the next decode step."""
     world = World(an_auto())
@@ -753,12 +766,12 @@ def test_requests_that_wait_for_kv_get_it():
 
 @pytest.mark.parametrize(("saved", "chosen"), [(0.02, "lru"), (0.2, "lru+split")])
 def test_memory_that_kv_does_not_use_goes_to_experts_where_it_pays(saved, chosen):
-    """Requests that come would have to wait for it."""
+    """And only once a window showed it, since requests that come would have to wait for it."""
     fill_s = saved * COMPUTE_S / (4 / 3 * LAYERS)  # LRU misses 4 experts of a layer in 2 of 3 steps
     policy = an_auto(fill_s, arms=("lru+split", "lru"))
     told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
                 version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
-    state = policy.init(told)
+    state, moved = policy.init(told), []
     for step in range(200):
         seen = Observation(
             moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
@@ -766,8 +779,30 @@ def test_memory_that_kv_does_not_use_goes_to_experts_where_it_pays(saved, chosen
             missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
             running=2, kv_used=10, kv_pages=280, waiting=0, waiting_tokens=0,
         )  # fmt: skip
-        state, _ = policy.decide(state, seen)
+        state, decision = policy.decide(state, seen)
+        if decision.cells is not None and decision.cells.max() > CELLS:
+            moved.append(step)
     assert policy.arms[state.arm] == chosen
+    assert moved[:1] == ([] if chosen == "lru" else [pytest.approx(20, abs=12)])
+
+
+def test_a_split_is_priced_by_steps_with_its_cells():
+    """Before a window ends requests take the KV that experts would have had."""
+    fill_s = 0.2 * COMPUTE_S / (4 / 3 * LAYERS)
+    policy = an_auto(fill_s, arms=("lru", "lru+split"))
+    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
+                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    state, caps = policy.init(told), []
+    for step in range(24):
+        seen = Observation(
+            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
+            seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
+            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
+            running=2, kv_used=10 if step < 6 else 250, kv_pages=280, waiting=0, waiting_tokens=0,
+        )  # fmt: skip
+        state, _ = policy.decide(state, seen)
+        caps.append(state.cap)
+    assert max(caps) > caps[-1] and policy.arms[state.arm] == "lru"
 
 
 def test_a_change_of_eviction_alone_moves_no_cell():
