@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -129,6 +129,7 @@ class Seat:
         self._observed: dict[tuple[Moment, bool], tuple[str, ...]] = {}
         self._active: Callable[[Any], frozenset[Moment]] | None = getattr(policy, "active", None)
         self.rests: Callable[[Any, Glance], Any] | None = getattr(policy, "rests", None)
+        self._skips: Callable[[Any], tuple[int, int]] | None = getattr(policy, "skips", None)
         self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
             policy.writes.isdisjoint({"stages", "transitions"})
         )
@@ -152,6 +153,11 @@ class Seat:
     def active(self) -> frozenset[Moment]:
         """The moments at which the policy wants to be asked now."""
         return self.moments if self._active is None else self._active(self.state)
+
+    @property
+    def skips(self) -> tuple[int, int]:
+        """Steps and misses that may pass before the policy is asked whether it rests."""
+        return (0, 0) if self._skips is None else self._skips(self.state)
 
     @property
     def looks_away(self) -> bool:
@@ -236,6 +242,10 @@ class Controller:
         self.wanted_cells: np.ndarray | None = None
         """int32[L]: cells that a policy wants and the engine has not granted yet."""
         self.wanted_kv_pages: int | None = None
+        self._skips = self._skipped = 0, 0
+        """Steps and misses that may pass without a glance, and that have since the last one."""
+        self._running = 0
+        """Requests at the last glance."""
         self.max_running: int | None = None
         self.budget_deferred = 0
         """How often a budget had to wait because KV in use was in the way."""
@@ -359,7 +369,7 @@ class Controller:
             self.budget_deferred += 1
 
     @functools.cached_property
-    def _all_rest(self) -> bool:
+    def all_rest(self) -> bool:
         """Whether policies can do without some steps: each says so, and nobody else counts them."""
         alone = self.search is None and "counts" not in self.needs
         return alone and all(seat.rests is not None for seat in self._seats)
@@ -368,11 +378,35 @@ class Controller:
     def may_rest(self) -> bool:
         """Whether policies can do without some steps now, since no transfer is under way."""
         staging = self.staging
-        return self._all_rest and not (staging.queued or staging.flying or staging.watching)
+        return self.all_rest and not (staging.queued or staging.flying or staging.watching)
+
+    def skip(self, decode: bool, running: int, waiting: int, missed: int) -> bool:
+        """Whether a step that was read passes without a glance, as the policies' `skips` said.
+
+        - `running`, `waiting`: requests.
+        - `missed`: active experts that were not resident.
+        """
+        (steps, misses), cost = self._skips, max(missed, 1)
+        if not steps or cost >= misses or not decode or waiting or running != self._running:
+            return False
+        self._skips = steps - 1, misses - cost
+        self._skipped = self._skipped[0] + 1, self._skipped[1] + cost
+        return True
+
+    def _count_skipped(self) -> None:
+        """Tells policies of the steps that were skipped."""
+        if self._skipped[0]:
+            for seat in self._seats:
+                seat.state = cast(Any, seat.policy).skipped(seat.state, *self._skipped)
+            self._skipped = 0, 0
+        self._skips = 0, 0
 
     def rest(self, glance: Glance) -> bool:
         """Whether no policy needs a step that was read. Otherwise nothing has changed, and end_step
         must follow."""
+        if self.skip(glance.decode, glance.running, glance.waiting, glance.missed):
+            return True
+        self._count_skipped()
         if not self.may_rest:
             return False
         states = []
@@ -382,6 +416,10 @@ class Controller:
             states.append(state)
         for seat, state in zip(self._seats, states, strict=True):
             seat.state = state
+        if not self.needs_tables:
+            self._running = glance.running
+            steps, misses = zip(*(seat.skips for seat in self._seats), strict=True)
+            self._skips = min(steps), min(misses)
         return True
 
     def end_step(
@@ -402,8 +440,9 @@ class Controller:
         """
         if tables is not None:
             self.see(tables)
-        if not needed and self.may_rest and self.rest(glance_of(record, seconds)):
+        if not needed and self.all_rest and self.rest(glance_of(record, seconds)):
             return
+        self._count_skipped()
         step = record.number
         if record.ahead is not None:
             self.staging.record_transfers(step, record.ahead)
@@ -523,6 +562,7 @@ class Controller:
                 self._ask(seat, shown)
 
     def _ask(self, seat: Seat, shown: Shown) -> None:
+        self._count_skipped()
         observation = self._observe(seat, shown)
         when = f"{shown.moment.name} of step {shown.step}"
         try:

@@ -418,7 +418,7 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Eight more attributes are optional:
+    Nine more attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy
@@ -434,6 +434,9 @@ class Policy(Protocol):
       arms run, and predicts from it on: it gives that state to the policy's field `begun`.
     - `rests(state, glance)`: the state after a step of which a step_record.Glance tells it all, or
       None to be asked. Where every policy rests, steps cost little.
+    - `skips(state)` and `skipped(state, steps, misses)`, beside `rests`: how many decode steps, and
+      misses of which each step counts as one at least, may pass before it is asked again, while as
+      many requests run and none waits; and the state after them.
     """
 
     @property

@@ -621,11 +621,14 @@ class Engine:
     def _tell(self, step: Step, results: Results, now: float, touched: list[Request]) -> None:
         """Tells policies and the tracer of a step that was read."""
         control, asked = self.control, False
-        if control is not None and control.controller.may_rest:
-            missed, asked = sum(results.totals[2:]), True
+        if control is not None and control.controller.all_rest:
+            scheduler, missed, asked = self.scheduler, sum(results.totals[2:]), True
+            requests = len(scheduler.running), scheduler.totals.requests
             seconds = control.seconds(step.dispatched_s, now)
-            glance = step_glance(step, self.runner.shapes, missed, seconds, self.scheduler)
-            control = None if control.rests(step.number, glance) else control
+            if control.controller.skip(bool(step.work.rows), *requests, missed) or control.rests(
+                step.number, step_glance(step, self.runner.shapes, missed, seconds, scheduler)
+            ):
+                control = None
         if control is None and self.tracer is None:
             return
         needs = None if self.tracer is not None or control is None else control.controller.needs

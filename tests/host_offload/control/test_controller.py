@@ -24,7 +24,7 @@ from host_offload.control.interface import (
 )
 from host_offload.control.rules import PolicyError
 from host_offload.control.staging import Staging
-from host_offload.control.step_record import LinkUse, StepRows
+from host_offload.control.step_record import Glance, LinkUse, StepRows
 from host_offload.memory.pager import order_cells
 from host_offload.memory.tables import (
     Entry,
@@ -540,3 +540,66 @@ def test_a_snapshot_reads_back_as_the_tables():
     for name, a, b in zip(Tables._fields, copy, tables, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
     assert Residency._fields == Tables._fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Resting:
+    """Notes what it is told."""
+
+    moments = frozenset({END})
+    needs = writes = frozenset()
+
+    def init(self, spec):
+        return ()
+
+    def decide(self, state, seen):
+        return (*state, "asked"), Decision()
+
+    def rests(self, state, glance):
+        return None if glance.compiled else (*state, glance.missed)
+
+    def skips(self, state):
+        return 3, 10
+
+    def skipped(self, state, steps, misses):
+        return *state, (steps, misses)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([(True, 2, 0, 0)] * 3, [(3, 3)]),
+        ([(True, 2, 0, 9)], [(1, 9)]),
+        ([(True, 2, 0, 4), (True, 2, 0, 5)], [(2, 9)]),
+        ([(True, 2, 0, 10)], []),
+        ([(False, 2, 0, 1)], []),
+        ([(True, 3, 0, 1)], []),
+        ([(True, 2, 1, 1)], []),
+    ],
+)
+def test_steps_like_the_last_one_may_be_skipped(steps, told):
+    """As many and with so many misses as the policy says, decode steps of as many requests, while
+    none waits. It is told of them before it is told or asked anything else."""
+
+    def glance(decode=True, running=2, waiting=0, missed=1, compiled=False):
+        return Glance(decode, 4, missed, 0.0, compiled, dict, 4, 40, 0, running, waiting, 0)
+
+    controller = Controller(spec(), [Resting()])
+    assert not controller.skip(True, 2, 0, 0)
+    assert controller.rest(glance())
+    passed = [controller.skip(*step) for step in steps]
+    assert passed == [bool(told)] * len(steps)
+    if told:
+        assert not controller.skip(True, 2, 0, 9)
+    assert not controller.rest(glance(missed=10, compiled=True))
+    assert not controller.skip(True, 2, 0, 0)
+    assert controller._seats[0].state == (1, *told)
+
+
+def test_a_policy_that_skips_is_told_so_before_it_is_asked():
+    controller = Controller(spec(), [Resting()])
+    step = record(kind="decode", compiled=False, use=use(running=1, waiting=0))
+    for number in range(4):
+        controller.end_step(step._replace(number=number), age=0, seconds=0.0)
+    controller.end_step(step._replace(number=4, compiled=True), age=0, seconds=0.0)
+    assert controller._seats[0].state == (0, (3, 3), "asked")

@@ -635,6 +635,25 @@ def test_what_is_seldom_missed_is_seldom_watched(monkeypatch):
     assert not alone.arms
 
 
+def test_steps_that_are_skipped_count_as_those_that_are_shown(monkeypatch):
+    monkeypatch.setattr(auto, "WATCH_S", 100 * FILL_S)
+    world = World(an_auto())
+    world.run(HOT, 30)
+    state, policy = world.state, world.policy
+    steps, misses = policy.skips(state)
+    assert 0 < steps < policy.window < misses == state.rest
+    shown: Watched | None = state
+    for missed in (0, 3, *[1] * steps)[:steps]:
+        glance = Glance(True, 4, missed, 1.0, False, lambda: NOTHING, 4, 40, 0, 2, 0, 0)
+        assert shown is not None
+        shown = policy.rests(shown, glance)
+    assert shown is not None and policy.skips(shown)[0] == 0
+    skipped = policy.skipped(state, steps, steps + 2)
+    for field in ("rest", "fresh", "held"):
+        assert getattr(skipped, field) == getattr(shown, field)
+    assert policy.skips(policy.init(state.spec)) == (0, 0)
+
+
 def test_no_rest_begins_while_a_change_is_about_to_pay(monkeypatch):
     """A change that takes more than a window to pay, where rests would be much longer."""
     monkeypatch.setattr(auto, "WATCH_S", 200 * FILL_S * auto.COST)

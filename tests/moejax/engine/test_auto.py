@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from host_offload.policies.precision.precision_names import precision_of
 from host_offload.simulate import auto
@@ -186,6 +187,26 @@ def test_what_a_miss_brings_is_chosen_where_outputs_may_change(at_random, monkey
         assert said["switches"] > 2 and len(said["step_s"]) == arms
         found = read_trace(trace)
         replay(found, spec=dataclasses.replace(spec_of(found.header), router=router))
+
+
+def test_steps_of_a_long_rest_are_skipped_and_replay(monkeypatch, tmp_path):
+    """Among requests that come and go, each of a length of its own."""
+    monkeypatch.setattr(auto, "WATCH_S", 1.0)
+    monkeypatch.setattr(auto, "SWITCH_S", 1e9)  # nothing pays, so the first window ends in a rest
+    skipped, skip = [], Controller.skip
+    monkeypatch.setattr(
+        Controller, "skip", lambda *args: skipped.append(skip(*args)) or skipped[-1]
+    )
+    trace = tmp_path / "t"
+    with open_llm(policy="auto", memory="5MiB", trace=trace, enable_prefix_caching=False) as llm:
+        assert same_bits(run(llm, mixed_jobs()), at_rest())
+        assert llm.engine.control is not None
+        state = llm.engine.control.controller._seats[0].state
+    assert sum(skipped) > 10
+    again = [*skipped]
+    skipped.clear()
+    replay(read_trace(trace))
+    assert sum(skipped) == sum(again) and state.rest > 0
 
 
 def test_only_steps_of_arms_that_look_between_layers_wait_for_each(monkeypatch):
