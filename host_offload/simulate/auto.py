@@ -508,8 +508,6 @@ class Auto:
 
     def rests(self, state: Watched, glance: Glance) -> Watched | None:
         """Passes the steps that end no window and change no split."""
-        if state.rest > max(glance.missed, 1) and self._only_passes(state, glance):
-            return self._pass(state, glance)
         if self.ahead and (state.taught or not self._silent[state.arm]):
             return None
         if self.alone and not self.splits:
@@ -520,21 +518,9 @@ class Auto:
         state, decision = self._end_step(state, glance)
         return None if _parts(decision) else state
 
-    def _only_passes(self, state: Watched, seen: Glance) -> bool:
-        """Whether a step of a rest changes no more than counts, as most do. Every line here takes
-        ten times as long in an engine, whose steps leave nothing of it in the caches."""
-        if self.bare or self.ahead or not (seen.decode and state.held):
-            return False
-        if seen.waiting or seen.kv_swapped:
-            return False
-        load, before = max(seen.running, 1), state.load
-        known = seen.kv_pages == state.kv_pages[1] and seen.kv_used <= state.peaks[-1]
-        same = load < OTHER_LOAD * before and before < OTHER_LOAD * load
-        return known and same and state.fresh + 1 < self.window
-
     def skips(self, state: Watched) -> tuple[int, int]:
-        """Returns the steps and misses that only pass while what `_only_passes` asks stays so. KV
-        of as many requests grows by a page or two meanwhile."""
+        """Returns the steps and misses of a rest that change no more than counts: those before the
+        next fit of the split. Meanwhile KV of as many requests grows by a page each at most."""
         if self.bare or self.ahead or not (state.rest and state.held):
             return 0, 0
         return self.window - 1 - state.fresh, state.rest
