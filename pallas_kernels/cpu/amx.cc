@@ -109,14 +109,12 @@ struct Rows {
 // A tile of results for each half of 32 rows and of 32 tokens.
 typedef float Results[2][2][kSide * kSide];
 
-// Towards the first cache: what is asked for towards the second one alone comes no sooner.
-INLINE void prefetch_near(const uint16_t* p) { __builtin_prefetch(p, 0, 3); }
-
-// Asks for `count` lines of a region from its line `first` on; null: of nothing. Inlined always: GCC
-// leaves calls of a function out that does nothing else.
+// Asks for `count` lines of a region from its line `first` on; null: of nothing. Towards the first cache: what is asked
+// for towards the second one alone comes no sooner. Inlined always: GCC leaves calls of a function out that does
+// nothing else.
 INLINE void lines_soon(const uint16_t* region, int64_t first, int64_t count) {
   if (!region) return;
-  for (int64_t i = 0; i < count; i++) prefetch_near(region + (first + i) * kChunk);
+  for (int64_t i = 0; i < count; i++) soon(region + (first + i) * kChunk, true);
 }
 
 // 16 rows of codes of gate or up as tiles. A block of kPart elements of each is decoded four rows at a
@@ -554,9 +552,9 @@ struct CodedDown {
     out += first / 8 * 2 * kTile;
     for (int64_t i = first; i < first + kSide / 2; i++, out += 128) {
       if (!last) {
-        prefetch_near(codes + ahead + i * kChunk);
-        if (bits == 8) prefetch_near(others + ahead + i * kChunk);
-        if (exact) prefetch_near(extra + ahead + i * kChunk);
+        soon(codes + ahead + i * kChunk, true);
+        if (bits == 8) soon(others + ahead + i * kChunk, true);
+        if (exact) soon(extra + ahead + i * kChunk, true);
       }
       if constexpr (exact) decode_exact(i * f.hidden + at, s.base, out);
       else decode_row(i * f.hidden + at, s, out);

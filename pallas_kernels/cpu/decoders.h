@@ -317,8 +317,11 @@ INLINE vh splat16(uint16_t x) { return x - vh{}; }
 // element is passed once for each of its planes, and asked for at one of them.
 constexpr int64_t kSoonIn = 8, kSoonDown = 2;
 
-// p's line, towards the second cache; what lies behind a record is not read.
-INLINE void soon(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
+// Asks for p's line, towards the second cache or the first one; what lies behind a record is not read.
+INLINE void soon(const void* p, bool near = false) {
+  if (near) __builtin_prefetch(p, 0, 3);
+  else __builtin_prefetch(p, 0, 2);
+}
 
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
 // Codes of a plane at the lowest bits of elements, with their upper bits of another plane; what is

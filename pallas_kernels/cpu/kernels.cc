@@ -182,17 +182,11 @@ bool asked_near() {
   return large;
 }
 
-INLINE void ask(const void* p, bool near) {
-  if (near) __builtin_prefetch(p, 0, 3);
-  else __builtin_prefetch(p, 0, 2);
-}
-
 // coming: R rows to ask for meanwhile, or null.
 template <Type kind, int T, int R>
 INLINE void tile(const void* const* w, const float* const* x, int64_t from, int64_t to, int64_t n,
-                 float* sums, float* y, int64_t stride, const void* const* coming) {
+                 float* sums, float* y, int64_t stride, const void* const* coming, bool near) {
   const int64_t size = kind == Type::BF16 ? 2 : 4;
-  const bool near = asked_near();
   vf total[T][R];
   for (int t = 0; t < T; t++) {
     for (int r = 0; r < R; r++) total[t][r] = from ? load<vf>(sums + (t * R + r) * L) : vf{};
@@ -200,7 +194,7 @@ INLINE void tile(const void* const* w, const float* const* x, int64_t from, int6
   int64_t at = from;
   for (; at + 2 * L <= to; at += 2 * L) {
     if (coming) {
-      for (int r = 0; r < R; r++) ask((const char*)coming[r] + at * size, near);
+      for (int r = 0; r < R; r++) soon((const char*)coming[r] + at * size, near);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
@@ -230,8 +224,9 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
              int64_t stride, const void* const* next) {
   float sums[T * kGroup * L];
   const int64_t depth = T == 1 ? n : kDepth;  // one token's operands always stay
-  constexpr int64_t soon = R == 1 ? 2 : kAhead;  // rows until one that is asked for is read
-  static_assert(soon <= kAhead);
+  constexpr int64_t ahead = R == 1 ? 2 : kAhead;  // rows until one that is asked for is read
+  static_assert(ahead <= kAhead);
+  const bool near = asked_near();
   const auto row_at = [=](int64_t i) { return i < rows ? w[i] : next[i - rows]; };
   for (int64_t first = 0; first < rows; first += kGroup) {
     const int64_t last = least(first + kGroup, rows);
@@ -240,12 +235,12 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
       int64_t r = first;
       for (; r + R <= last; r += R) {
         const void* coming[R];
-        for (int i = 0; next && i < R; i++) coming[i] = row_at(r + soon + i);
+        for (int i = 0; next && i < R; i++) coming[i] = row_at(r + ahead + i);
         tile<kind, T, R>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride,
-                         next ? coming : nullptr);
+                         next ? coming : nullptr, near);
       }
       for (; r < last; r++) {
-        tile<kind, T, 1>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride, nullptr);
+        tile<kind, T, 1>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride, nullptr, near);
       }
     }
   }
@@ -339,7 +334,7 @@ void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n
       }
       for (; at + 2 * L * C <= n; at += 2 * L * C) {
         for (int64_t i = 0; apart && i < K; i++) {
-          for (int64_t c = 0; c < 2 * L * C * size; c += 64) ask(coming[i] + at * size + c, near);
+          for (int64_t c = 0; c < 2 * L * C * size; c += 64) soon(coming[i] + at * size + c, near);
         }
         add_block<T, C>(whole, first, first + K, h, at, total);
       }
