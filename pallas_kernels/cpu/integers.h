@@ -435,33 +435,79 @@ void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_
   }
 }
 
-INLINE vw scales_at(const float* p) { return load<vw>(p); }
+// Scales as a record of 6-bit codes has them: bytes, of which kEach share a number.
+struct SharedScales {
+  static constexpr int64_t kEach = 16;
+  const int8_t* bytes;
+  const float* numbers;
+  SharedScales operator+(int64_t i) const { return {bytes + i, numbers + i / kEach}; }
+};
+
+// A vector V of scales.
+template <class V>
+INLINE V scales_at(const float* p) { return load<V>(p); }
 #ifdef __F16C__
-INLINE vw scales_at(const uint16_t* p) { return (vw)_mm256_cvtph_ps(load<__m128i>(p)); }  // float16
+template <class V>
+INLINE V scales_at(const uint16_t* p) {  // float16
+#ifdef __AVX512F__
+  if constexpr (sizeof(V) == 64) return (V)_mm512_cvtph_ps(load<__m256i>(p));
+  else
+#endif
+  return (V)_mm256_cvtph_ps(load<__m128i>(p));
+}
+template <class V>
+INLINE V scales_at(const SharedScales& p) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(V) == 64) {
+    return __builtin_convertvector((vi)_mm512_cvtepi8_epi32(load<__m128i>(p.bytes)), V) * *p.numbers;
+  } else
+#endif
+  return (V)times_bytes(false, (const uint8_t*)p.bytes, _mm256_set1_ps(*p.numbers));
+}
+#endif
+
+// Of a vector of 16 its first or second half; another one is its own.
+template <int half>
+INLINE vw half_of(vw v) { return v; }
+#ifdef __AVX512F__
+template <int half>
+INLINE vw half_of(vf v) { return (vw)_mm512_extractf32x8_ps((__m512)v, half); }
 #endif
 
 // y[r] of R rows, whose sums and scales lie `apart` and `scales_apart`: lane[u mod 8] += sum · scale ·
 // scale of x, and += minimum · …, units ascending; then pairwise. Rows side by side, since each one's
 // sums wait for each other.
 template <Shift how, int R, class S>
-INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const S* scale, const float* shift,
-                      int64_t scales_apart, const float* x_scale, const float* x_sum, int64_t units, float* y) {
+INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, const float* shift, int64_t scales_apart,
+                      const float* x_scale, const float* x_sum, int64_t units, float* y) {
   vw lane[R][kUnitLanes / W] = {};
-  for (int64_t u = 0; u < units; u += kUnitLanes) {
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < kUnitLanes / W; k++) {
-      const int64_t at = u + k * W;
-      const vw of_x = load<vw>(x_sum + at), by = load<vw>(x_scale + at);
+  // The units of a vector.
+  const auto add = [&](auto none, auto integers, int64_t at) {
+    using V = decltype(none);
+    const V of_x = load<V>(x_sum + at), by = load<V>(x_scale + at);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        vw zeros = zero - vw{};
-        if (how == Shift::Zero) zeros += load<vw>(shift + r * scales_apart + at);
-        const vw whole = __builtin_convertvector(load<wi>(sums + r * apart + at), vw) - of_x * zeros;
-        lane[r][k] += unfused(whole * (scales_at(scale + r * scales_apart + at) * by));
-        if (how != Shift::Minimum) continue;
-        lane[r][k] += unfused(of_x * (load<vw>(shift + r * scales_apart + at) * by));
-      }
+    for (int r = 0; r < R; r++) {
+      V zeros = zero - V{}, minimum = {};
+      if (how == Shift::Zero) zeros += load<V>(shift + r * scales_apart + at);
+      const V whole = __builtin_convertvector(load<decltype(integers)>(sums + r * apart + at), V) - of_x * zeros;
+      const V term = unfused(whole * (scales_at<V>(scale + (r * scales_apart + at)) * by));
+      if (how == Shift::Minimum) minimum = unfused(of_x * (load<V>(shift + r * scales_apart + at) * by));
+      vw& mine = lane[r][at / W % (kUnitLanes / W)];
+      const auto add_half = [&](auto half) {
+        mine += half_of<decltype(half)::value>(term);
+        if (how == Shift::Minimum) mine += half_of<decltype(half)::value>(minimum);
+      };
+      add_half(Constant<int, 0>());
+      if constexpr (sizeof(V) > sizeof(vw)) add_half(Constant<int, 1>());
     }
+  };
+  int64_t u = 0;
+  if constexpr (L > W) {
+    for (; u + L <= units; u += L) add(vf{}, vi{}, u);
+  }
+  for (; u < units; u += kUnitLanes) {
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kUnitLanes / W; k++) add(vw{}, wi{}, u + k * W);
   }
   for (int r = 0; r < R; r++) {
     float all[kUnitLanes];
@@ -474,8 +520,8 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, const S* s
 }
 
 template <Shift how, class S>
-void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, const S* scale,
-                       const float* shift, int64_t scales_apart, const float* x_scale, const float* x_sum,
+void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, S scale, const float* shift,
+                       int64_t scales_apart, const float* x_scale, const float* x_sum,
                        int64_t units, float* y) {
   if (rows == kRowsAtOnce) {
     return sum_units<how, kRowsAtOnce, S>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
@@ -734,16 +780,6 @@ void units_of(const Format& f, const uint16_t* record, int matrix, const Integer
   }
 }
 
-// Whether units' scales are float16 that follow each other, which are widened as they are used.
-bool are_halves(const Coding& c, const Integers& as, int64_t units) {
-#ifdef __F16C__
-  const bool plain = c.scale == ScaleType::F16 && c.group == c.unit && c.across == 1 && !c.super && c.whole == Whole::None;
-  return plain && as.shift == Shift::None && as.factor == 1 && units % kUnitLanes == 0;
-#else
-  return false;
-#endif
-}
-
 constexpr int64_t kBlockAhead = 24;  // rows that are asked for
 
 // f(first row, bytes of a number, groups that share one) of what groups have beside their codes.
@@ -763,7 +799,7 @@ void ask_for_units(const Format& f, const uint16_t* record, const Coding& c, int
   each_scale(c, [&](int64_t part, int64_t size, int64_t share) {
     const int64_t bytes = (groups + share - 1) / share * size;
     const char* first = (const char*)(record + part * f.hidden) + row * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) soon((const uint16_t*)(first + i));
+    for (int64_t i = 0; i < bytes; i += 64) soon(first + i);
   });
 }
 
@@ -784,9 +820,17 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   const bool sixteen = c.unit == 16;
   float *scale = scratch, *shift = scale + kScaledRows * room, *raw = shift + kScaledRows * room;
   int32_t* sums = (int32_t*)(raw + 2 * room);
-  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None, float>
-                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, float> : sum_units_of_rows<Shift::Minimum, float>;
-  const bool halves = are_halves(c, as, units);
+  typedef const float* Floats;
+  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None, Floats>
+                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, Floats> : sum_units_of_rows<Shift::Minimum, Floats>;
+#ifdef __F16C__
+  // Scales that are used as the record has them: float16 that follow each other, or SharedScales.
+  const bool plain = c.group == c.unit && c.across == 1 && c.whole == Whole::None && as.shift == Shift::None && as.factor == 1;
+  const bool halves = plain && c.scale == ScaleType::F16 && !c.super && units % kUnitLanes == 0;
+  const bool shared = plain && c.scale == ScaleType::I8 && c.super == SharedScales::kEach && units % c.super == 0;
+#else
+  constexpr bool halves = false, shared = false;
+#endif
   // sum(row, sums): of all tokens.
   const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
   const auto few_rows_at_once = [&](const Integers& as, auto sum) {
@@ -805,7 +849,11 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     for (int64_t r = 0; r < least(kScaledRows, rows); r++) ask_for_units(f, record, c, first + r);
     for (int64_t r = 0; r < rows; r += at_once) {
       const int64_t i = r % kScaledRows * apart, count = least(at_once, rows - r);
-      if (!i && !halves) units_of(f, record, matrix, as, first + r, least(kScaledRows, rows - r), scale, shift, raw);
+      if (const int64_t some = least(kScaledRows, rows - r); !i && shared) {
+        widen(Type::F16, record + c.supers * n + (first + r) * units / c.super, some * units / c.super, scale);
+      } else if (!i && !halves) {
+        units_of(f, record, matrix, as, first + r, some, scale, shift, raw);
+      }
       for (int64_t j = 0; j < count; j++) {
         const int64_t later = r + j + kScaledRows;
         if (later < rows || (!both && first + later < f.width)) ask_for_units(f, record, c, first + later);
@@ -817,17 +865,18 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       }
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
-        const auto with = [&](auto sum_up, const auto* scales) {
+        const auto with = [&](auto sum_up, auto scales) {
           sum_up(count, sums + t * room, tokens * room, as.zero, scales, shift + i, apart, to.scale[sixteen],
                  to.sum[sixteen], units, y + t * stride + r);
         };
 #ifdef __F16C__
-        if (halves) {
-          with(sum_units_of_rows<Shift::None, uint16_t>, record + c.extra * n + (first + r) * units);
-          continue;
-        }
+        const uint16_t* own = record + c.extra * n;
+        const int64_t at = (first + r) * units;
+        if (halves) with(sum_units_of_rows<Shift::None, const uint16_t*>, own + at);
+        else if (shared) with(sum_units_of_rows<Shift::None, SharedScales>, SharedScales{(const int8_t*)own + at - i, scale} + i);
+        else
 #endif
-        with(add, scale + i);
+        with(add, (Floats)scale + i);
       }
     }
   };
@@ -863,13 +912,19 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   // wide_row_sums, and 4- and 6-bit ones 1.1 to 1.5 times for four to eight as in blocks; 6-bit ones of fewer at 0.8 (Zen 4: 0.98).
   const auto rows_side_by_side = [&](const Integers& as, auto kind) {
     using K = decltype(kind);
-    const auto sum = as.shift == Shift::None ? sum_side_by_side<Shift::None>
-                     : as.shift == Shift::Zero ? sum_side_by_side<Shift::Zero> : sum_side_by_side<Shift::Minimum>;
-    float *scales = whole_line((float*)sums), *shifts = scales + apart * kOutputs;
-    int32_t* open = (int32_t*)(shifts + apart * kOutputs);
+    float* numbers = whole_line((float*)sums);
+    const int super = c.super ? __builtin_ctzll(c.super) : 0;
+    const SideBySide scales = {numbers, scale, super, as.factor}, shifts = {numbers + apart * kOutputs, shift, super, -1};
+    int32_t* open = (int32_t*)(numbers + 2 * apart * kOutputs);
     int8_t* ordered = whole_line((int8_t*)(open + least(tokens, kAtOnce) * units * kOutputs));
     for (int64_t t = 0; t < tokens; t++) order_widely<K>(Quantized(x[t], n).q, n, ordered + t * n);
-    const bool known = is_known(f, c);
+    const Beside beside = beside_of(f, c, as);
+    decltype(&units_side_by_side<Beside::Floats>) read;
+    decltype(&sum_side_by_side<Shift::None, Beside::Floats>) sum;
+    with_ways(as.shift, beside, [&](auto how, auto scale) {
+      constexpr Beside mine = decltype(scale)::value;
+      read = units_side_by_side<mine>, sum = sum_side_by_side<decltype(how)::value, mine>;
+    });
     // kOutputs rows that are asked for in so many calls.
     const auto rows_ahead = [&](const Coding& c, int64_t row, int64_t calls) {
       PrefetchList ahead = {};
@@ -890,22 +945,20 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     // Behind gate's rows are up's, and then gate's next ones.
     const bool alone = f.matrix[GATE].codes == f.matrix[UP].codes;
     const Coding& other = f.matrix[alone ? matrix : matrix == GATE ? UP : GATE];
-    const int64_t calls = 4 + (tokens + kAtOnce - 1) / kAtOnce * (size / 32) + tokens * units / kUnitLanes;
+    const int64_t calls = (tokens + kAtOnce - 1) / kAtOnce * (size / 32) + (tokens + 1) / 2 * (units / kUnitLanes);
     for (int64_t r = 0; r < rows; r += kOutputs) {
-      const int64_t mine = least(kOutputs, rows - r);
-      const uint16_t *codes[kOutputs], *highs[kOutputs];
-      for (int64_t i = 0; i < kOutputs; i++) {
-        const IntegerRow row = row_at(f, record, c, as, first + r + least(i, mine - 1));
-        codes[i] = row.codes, highs[i] = row.highs;
-      }
+      // The last ones of a matrix end with it.
+      const int64_t row = least(first + r, f.width - kOutputs), before = first + r - row;
+      const __mmask16 mine = (__mmask16)(((1 << least(kOutputs, rows - r)) - 1) << before);
+      const IntegerRow all = row_at(f, record, c, as, row);
       PrefetchList ahead = r + kOutputs < rows ? rows_ahead(c, first + r + kOutputs, calls)
                                         : rows_ahead(other, !alone && matrix == GATE ? first : first + rows, calls);
-      if (known) {
-        units_side_by_side(f, record, c, as, first + r, mine, ahead, scales, shifts, raw);
+      if (beside == Beside::Unknown) {
+        units_of(f, record, matrix, as, row, kOutputs, scale, shift, raw);
+        turn_wide_scales(scale, apart, kOutputs, scales.numbers);
+        if (as.shift != Shift::None) turn_wide_scales(shift, apart, kOutputs, shifts.numbers);
       } else {
-        units_of(f, record, matrix, as, first + r, mine, scale, shift, raw);
-        turn_wide_scales(scale, apart, mine, scales);
-        if (as.shift != Shift::None) turn_wide_scales(shift, apart, mine, shifts);
+        read(f, record, c, as.shift, row, scales, shifts);
       }
       for (int64_t t0 = 0; t0 < tokens; t0 += kAtOnce) {
         const int64_t count = least(kAtOnce, tokens - t0);
@@ -913,30 +966,27 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
         for (int64_t t = 0; t < count; t++) q[t] = ordered + (t0 + t) * n;
         chosen<1, kAtOnce>(count, [&](auto some) {
           constexpr int T = decltype(some)::value;
-          (sixteen ? side_by_side_sums<K, 16, T> : side_by_side_sums<K, 32, T>)(as, codes, highs, n, high_size, ahead, q, open);
+          (sixteen ? side_by_side_sums<K, 16, T> : side_by_side_sums<K, 32, T>)(as, all.codes, all.highs, n, high_size, ahead, q, open);
         });
-        for (int64_t t = 0; t < count; t++) {
-          const Quantized to(x[t0 + t], n);
-          sum(open + t * units * kOutputs, as.zero, scales, shifts, to.scale[sixteen], to.sum[sixteen], units, mine, ahead,
-              y + (t0 + t) * stride + r);
-        }
+        sum(open, as.zero, scales, shifts, x + t0, n, sixteen, units, mine, count, ahead, y + t0 * stride + r - before, stride);
       }
     }
   };
   // One token's rows of 8 bits take 0.55 to 0.75 of AVX2's time on a Zen 4. On a Zen 5, AVX2 had read them faster from
   // memory (22 GB/s instead of 19), when their scales were widened before.
-  if (size % 32 == 0 && high_size % 32 == 0) {
+  if (size % 32 == 0 && high_size % 32 == 0 && f.width >= kOutputs) {
     return with_wide_kind(as, [&, as = without_signs(as)](auto kind) {
       using K = decltype(kind);
       if constexpr (K::bits < 8) {
-        if (tokens <= kSideBySide && (!K::highs || tokens >= kMany)) return rows_side_by_side(as, kind);
+        const bool quartered = K::highs && high_size % kQuartered == 0;
+        if (tokens <= kSideBySide && (!quartered || tokens >= kMany)) return rows_side_by_side(as, kind);
       }
       if constexpr (K::bits == 8 || K::highs) {
         if (tokens < kMany) {
           const int8_t* numbers[kFew];
           int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
-          for (int64_t t = 0; t < tokens; t++, ordered += n) {
-            order_widely<K>(Quantized(x[t], n).q, n, ordered);
+          for (int64_t t = 0; t < tokens; t++, ordered += room_of_quarters<K>(n)) {
+            order_quarters<K>(Quantized(x[t], n).q, n, ordered);
             numbers[t] = ordered;
           }
           return chosen<1, kFew>(tokens, [&](auto some) {
@@ -1221,7 +1271,7 @@ void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int
       if (line == last) continue;
       last = line;
       const char* mine = (const char*)(record + part * f.hidden) + (line * f.hidden + column) * size;
-      for (int64_t i = 0; i < n * size; i += 64) soon((const uint16_t*)(mine + i));
+      for (int64_t i = 0; i < n * size; i += 64) soon(mine + i);
     }
   });
 }

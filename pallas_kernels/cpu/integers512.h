@@ -80,101 +80,117 @@ INLINE v64 lower_then_upper(v64 elements) {
 
 // ---- a few tokens: units' sums of a row
 
-// Numbers in the order in which a row's codes are multiplied: for each 32 elements and field, of each
-// eight the lower bytes' numbers, then the upper ones'.
-template <class K>
-void order_widely(const int8_t* q, int64_t n, int8_t* out) {
-  const int64_t size = n / K::planes;
-  for (int64_t at = 0; at < size; at += 32) {
-    for (int f = 0; f < K::fields; f++) {
-      const int8_t *lower = q + f * size + at, *upper = q + (f + K::fields) * size + at;
-      for (int i = 0; i < 32; i += 8, out += 16) memcpy(out, lower + i, 8), memcpy(out + 8, upper + i, 8);
-    }
-  }
-}
-
 // Of lanes of 128 bits: the even lanes of both vectors, or the odd ones.
 INLINE v64 every_other(v64 a, v64 b, bool odd) {
   return (v64)(odd ? _mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd) : _mm512_shuffle_ps((__m512)a, (__m512)b, 0x88));
 }
 
-// Sums of neighbours: lanes of 128 bits of two vectors have two lanes of a plane and two of another
-// one; then one of each, of the first vector and of the second.
-INLINE v64 add_pairs(v64 a, v64 b) {
-  return _mm512_add_epi32(every_other(a, b, false), every_other(a, b, true));
-}
-// Of lanes of 128 bits: the sums of the first vector's two pairs, then of the second one's.
-INLINE v64 add_quarters(v64 a, v64 b) {
-  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+// Elements that are multiplied a quarter of each 16 at a time, so that no sum of 16 crosses lanes of 32 bits.
+constexpr int64_t kQuartered = 128;
+
+// kQuartered elements, or the first 32 · count and zeros: vector i has the quarters i, their lower bytes, then the
+// upper ones.
+INLINE void quarters_of(const uint16_t* elements, int64_t count, v64 (&out)[4]) {
+  struct Order {
+    uint8_t of[2][64];
+    constexpr Order() : of() {
+      for (int i = 0; i < 128; i++) {
+        const int half = i / 64, upper = i / 32 % 2, quarter = 2 * half + i / 16 % 2, element = i / 4 % 2 * 16 + quarter * 4 + i % 4;
+        of[half][i % 64] = (uint8_t)(i / 8 % 2 * 64 + 2 * element + upper);
+      }
+    }
+  };
+  static constexpr Order kOrder;
+  const v64 even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  v64 v[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = i < count ? _mm512_loadu_si512(elements + 32 * i) : v64{};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const v64 order = _mm512_loadu_si512(kOrder.of[i]);
+    const v64 a = _mm512_permutex2var_epi8(v[0], order, v[1]), b = _mm512_permutex2var_epi8(v[2], order, v[3]);
+    out[2 * i] = _mm512_permutex2var_epi64(a, even, b), out[2 * i + 1] = _mm512_permutex2var_epi64(a, odd, b);
+  }
 }
 
-// To out[t · room + unit], of units of 32 or 16 elements of each plane, for T tokens. numbers: as
-// order_widely has them.
+// Bytes of n numbers in that order.
+template <class K>
+INLINE int64_t room_of_quarters(int64_t n) {
+  constexpr int64_t most = kQuartered * K::planes;
+  return (n + most - 1) / most * most;
+}
+
+// Numbers in that order, of each quarter a vector of each field. 128 bytes behind q may be read; they are multiplied by
+// zeros.
+template <class K>
+void order_quarters(const int8_t* q, int64_t n, int8_t* out) {
+  constexpr int F = K::fields;
+  const v64 first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+  const v64 order[] = {first, _mm512_add_epi32(first, _mm512_set1_epi32(2))};
+  const int64_t size = n / K::planes;
+  for (int64_t at = 0; at < size; at += kQuartered, out += 256 * F) {
+    for (int i = 0; i < 4; i++) {
+      for (int f = 0; f < F; f++) {
+        v64 planes[2];
+        for (int p = 0; p < 2; p++) {
+          const int8_t* mine = q + (f + p * F) * size + at;
+          planes[p] = _mm512_permutex2var_epi32(_mm512_loadu_si512(mine), order[i / 2], _mm512_loadu_si512(mine + 64));
+        }
+        const v64 even = _mm512_shuffle_i32x4(planes[0], planes[1], 0x44), odd = _mm512_shuffle_i32x4(planes[0], planes[1], 0xee);
+        _mm512_storeu_si512(out + 64 * (F * i + f), i % 2 ? odd : even);
+      }
+    }
+  }
+}
+
+// To out[t · room + unit], of units of 32 or 16 elements of each plane, for T tokens. numbers: as order_quarters has
+// them. A row's upper bits are a multiple of kQuartered elements.
 template <class K, int unit, int T>
 void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* const* numbers, int64_t room, int32_t* out) {
-  constexpr int F = K::fields, S = unit / 4;  // steps of 32 elements that give eight units of each plane
-  const int64_t size = row.n / K::planes, units = size / unit;
-  const v64 order = unit == 32 ? _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-                               : _mm512_setr_epi32(0, 4, 2, 6, 8, 12, 10, 14, 1, 5, 3, 7, 9, 13, 11, 15);
+  constexpr int F = K::fields;
+  const int64_t size = row.n / K::planes, units = size / unit, high_size = K::highs ? row.high_size : size;
   Reader reader(as, 0);
-  int64_t high_at = 0, multiple = 0;
-  for (int64_t first = 0; first < size; first += 32 * S) {
-    const int64_t count = least(S, (size - first) / 32);
-    const auto step = [&](int i, v64 (&sums)[T][F]) {
-      const int64_t at = first + 32 * i;
-      if (i >= count) {
+  for (int64_t high_at = 0; high_at < high_size; high_at += kQuartered) {
+    v64 highs[4] = {};
+    if (K::highs) quarters_of(row.highs + high_at, 4, highs);
+    int64_t multiple = 0;
+    for (int64_t at = high_at; at < size; at += high_size) {
+      const int64_t count = K::highs ? 4 : least(4, (size - at) / 32);
+      if (K::highs) reader.set(as, multiple++);
+      v64 bytes[4], sums[T][F] = {};
+      quarters_of(row.codes + at, count, bytes);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        v64 codes[F];
+        soon(row.next + at + 32 * i);
+        if (K::highs && at == high_at) soon(row.next_highs + at + 32 * i);
+        reader.fields<K>(bytes[i], highs[i], codes);
 #pragma GCC unroll 3
         for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-          for (int f = 0; f < F; f++) sums[t][f] = v64{};
+          for (int f = 0; f < F; f++) {
+            const v64 by = _mm512_loadu_si512(numbers[t] + at * K::planes + 64 * (F * i + f));
+            sums[t][f] = _mm512_dpbusd_epi32(sums[t][f], codes[f], by);
+          }
         }
-        return;
       }
-      soon(row.next + at);
-      if (K::highs && at < row.high_size) soon(row.next_highs + at);
-      if (K::highs && high_at == row.high_size) high_at = 0, reader.set(as, ++multiple);
-      v64 codes[F];
-      const v64 highs = K::highs ? lower_then_upper(_mm512_loadu_si512(row.highs + high_at)) : v64{};
-      reader.fields<K>(lower_then_upper(_mm512_loadu_si512(row.codes + at)), highs, codes);
-      high_at += 32;
 #pragma GCC unroll 3
       for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
         for (int f = 0; f < F; f++) {
-          sums[t][f] = _mm512_dpbusd_epi32(v64{}, codes[f], _mm512_loadu_si512(numbers[t] + at * K::planes + 64 * f));
+          int32_t *mine = out + t * room + f * units + at / unit, *other = mine + F * units;
+          const v64 all = sums[t][f];
+          if (unit == 16) {
+            const __mmask8 some = (__mmask8)((1 << 2 * count) - 1);
+            _mm256_mask_storeu_epi32(mine, some, _mm512_castsi512_si256(all));
+            _mm256_mask_storeu_epi32(other, some, _mm512_extracti64x4_epi64(all, 1));
+          } else {  // neighbours are of one unit
+            const __mmask8 some = (__mmask8)((1 << count) - 1);
+            const v32 both = _mm512_cvtepi64_epi32(_mm512_add_epi32(all, _mm512_srli_epi64(all, 32)));
+            _mm_mask_storeu_epi32(mine, some, _mm256_castsi256_si128(both));
+            _mm_mask_storeu_epi32(other, some, _mm256_extracti128_si256(both, 1));
+          }
         }
-      }
-    };
-    v64 half[2][T][F];
-#pragma GCC unroll 2
-    for (int h = 0; h < S / 4; h++) {
-      v64 pair[2][T][F];
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; p++) {
-        v64 one[T][F], other[T][F];
-        step(4 * h + 2 * p, one), step(4 * h + 2 * p + 1, other);
-#pragma GCC unroll 3
-        for (int t = 0; t < T; t++) {
-#pragma GCC unroll 4
-          for (int f = 0; f < F; f++) pair[p][t][f] = add_pairs(one[t][f], other[t][f]);
-        }
-      }
-#pragma GCC unroll 3
-      for (int t = 0; t < T; t++) {
-#pragma GCC unroll 4
-        for (int f = 0; f < F; f++) half[h][t][f] = add_quarters(pair[0][t][f], pair[1][t][f]);
-      }
-    }
-#pragma GCC unroll 3
-    for (int t = 0; t < T; t++) {
-#pragma GCC unroll 4
-      for (int f = 0; f < F; f++) {
-        const v64 all = S == 8 ? add_quarters(half[0][t][f], half[S / 8][t][f]) : half[0][t][f];
-        const v64 sums = _mm512_permutexvar_epi32(order, all);
-        int32_t* mine = out + t * room + f * units + first / unit;
-        const __mmask8 some = (__mmask8)(count == S ? 0xff : (1 << 32 / unit * count) - 1);
-        _mm256_mask_storeu_epi32(mine, some, _mm512_castsi512_si256(sums));
-        _mm256_mask_storeu_epi32(mine + F * units, some, _mm512_extracti64x4_epi64(sums, 1));
       }
     }
   }
@@ -183,17 +199,57 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 // ---- up to kSideBySide tokens and codes of 2 to 6 bits: kOutputs rows of gate or up side by side in lanes, so
 // that no sum crosses them
 
-// 32 elements of each fourth of 16 rows, from `at` on: vector i has in its lanes of 128 bits eight of each row, as
+// Numbers in the order in which rows side by side are multiplied: for each 32 elements and field, of each
+// eight the lower bytes' numbers, then the upper ones'.
+template <class K>
+void order_widely(const int8_t* q, int64_t n, int8_t* out) {
+  const int64_t size = n / K::planes;
+  for (int64_t at = 0; at < size; at += 32) {
+    for (int f = 0; f < K::fields; f++, out += 64) {
+      const v64 lower = _mm512_castsi256_si512(load<v32>(q + f * size + at));
+      const v64 upper = _mm512_castsi256_si512(load<v32>(q + (f + K::fields) * size + at));
+      _mm512_storeu_si512(out, _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), upper));
+    }
+  }
+}
+
+// Sums of neighbours: lanes of 128 bits of two vectors have two lanes of a plane and two of another
+// one; then one of each, of the first vector and of the second.
+INLINE v64 add_pairs(v64 a, v64 b) {
+  return _mm512_add_epi32(every_other(a, b, false), every_other(a, b, true));
+}
+
+// kOutputs rows of n elements. x86 has most of their places in an address; a list of them takes 4% of the time.
+struct Rows {
+  const uint16_t* first;
+  int64_t odd[4];  // 1, 3, 5, 7 rows
+  INLINE Rows(const uint16_t* first, int64_t n) : first(first), odd{n, 3 * n, 5 * n, 7 * n} {
+    asm("" : "+r"(odd[1]), "+r"(odd[2]), "+r"(odd[3]));  // else they are computed anew
+  }
+  INLINE const uint16_t* row(int r, int64_t at) const {
+    const int twos = __builtin_ctz(r % 8 | 8);
+    return first + at + r / 8 * 8 * odd[0] + (r % 8 ? odd[(r % 8 >> twos) / 2] << twos : 0);
+  }
+};
+
+// 32 elements of each fourth row from r on, from `at` on: vector i has in its lanes of 128 bits eight of each row, as
 // lower_then_upper has them.
-INLINE void fourths_of(const uint16_t* const* rows, int64_t at, v64 (&out)[4]) {
+INLINE void fourths_of(const Rows& rows, int r, int64_t at, v64 (&out)[4]) {
+  struct Order {
+    uint8_t of[2][64];
+    constexpr Order() : of() {
+      for (int i = 0; i < 128; i++) of[i / 64][i % 64] = (uint8_t)(i / 32 % 2 * 64 + i / 64 * 32 + i / 16 % 2 * 16 + 2 * (i % 8) + i / 8 % 2);
+    }
+  };
+  static constexpr Order kOrder;
   v64 v[4];
 #pragma GCC unroll 4
-  for (int r = 0; r < 4; r++) v[r] = lower_then_upper(_mm512_loadu_si512(rows[4 * r] + at));
+  for (int i = 0; i < 4; i++) v[i] = _mm512_loadu_si512(rows.row(r + 4 * i, at));
 #pragma GCC unroll 2
-  for (int i = 0; i < 4; i += 2) {
-    const v64 a = i ? _mm512_shuffle_i32x4(v[0], v[1], 0xee) : _mm512_shuffle_i32x4(v[0], v[1], 0x44);
-    const v64 b = i ? _mm512_shuffle_i32x4(v[2], v[3], 0xee) : _mm512_shuffle_i32x4(v[2], v[3], 0x44);
-    out[i] = _mm512_shuffle_i32x4(a, b, 0x88), out[i + 1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  for (int i = 0; i < 2; i++) {
+    const v64 order = _mm512_loadu_si512(kOrder.of[i]);
+    const v64 a = _mm512_permutex2var_epi8(v[0], order, v[1]), b = _mm512_permutex2var_epi8(v[2], order, v[3]);
+    out[2 * i] = _mm512_shuffle_i32x4(a, b, 0x88), out[2 * i + 1] = _mm512_shuffle_i32x4(a, b, 0xdd);
   }
 }
 
@@ -214,48 +270,49 @@ struct PrefetchList {
     for (int64_t left = some; left && part < parts; part += !lines[part]) {
       const int64_t n = least(left, lines[part]);
       left -= n, lines[part] -= n;
-      for (const char* end = next[part] + 64 * n; next[part] < end; next[part] += 64) {
-        soon((const uint16_t*)next[part]);
-      }
+      const char *first = next[part], *end = first + 64 * n;
+      for (next[part] = end; first < end; first += 64) soon(first);
     }
   }
 };
 
-// The lines of kOutputs rows of n elements, or of the rows behind them, that are read three steps later, towards the
+// What is read three steps after `at` of kOutputs rows of n elements, or of the rows behind them, towards the
 // first cache. One of 32 KB (Zen 4) would not hold what PrefetchList asks for, which therefore goes to the second. A
 // core of a Zen 5 (48 KB) got 38 GB/s of 4-bit codes with all of it asked for towards the first, 27 towards the second;
 // with both it was not measured.
-INLINE void ask_near(const uint16_t* const* rows, int64_t at, int64_t n) {
+INLINE void ask_near(const Rows& rows, int64_t at, int64_t n) {
   const int64_t later = at + 3 * 32, near = later < n ? later : later + (kOutputs - 1) * n;
 #pragma GCC unroll 16
-  for (int r = 0; r < kOutputs; r++) __builtin_prefetch(rows[r] + near, 0, 3);
+  for (int r = 0; r < kOutputs; r++) soon(rows.row(r, near), true);
 }
 
 // To out[(t · units + unit) · kOutputs + row] of units of 32 or 16 elements of each plane, for T tokens. x: the
 // numbers, as order_widely has them.
 template <class K, int unit, int T>
-void side_by_side_sums(const Integers& as, const uint16_t* const* rows, const uint16_t* const* highs_of, int64_t n,
+void side_by_side_sums(const Integers& as, const uint16_t* codes_of, const uint16_t* highs_of, int64_t n,
                        int64_t high_size, PrefetchList& ahead, const int8_t* const* x, int32_t* out) {
   constexpr int F = K::fields, P = K::planes, U = 32 / unit;
   // Codes of 4 bits that stand above others need not be shifted: they are 16 times as large, and so are their sums.
   constexpr bool scaled = K::bits == 4 && !K::listed && !K::highs;
   const int64_t size = n / P, units = n / unit;
+  const Rows rows(codes_of, size), high_rows(highs_of, high_size);
   Reader reader(as, 0);
   int64_t high_at = 0, multiple = 0;
   for (int64_t at = 0; at < size; at += 32, high_at += 32) {
     ahead.ask();
     ask_near(rows, at, size);
     if (K::highs && high_at == high_size) high_at = 0, reader.set(as, ++multiple);
-    if (K::highs) ask_near(highs_of, high_at, high_size);
+    if (K::highs) ask_near(high_rows, high_at, high_size);
     v64 pair[2][U][T][F];  // of fourths: in lanes of 128 bits of each one a sum of the lower and one of the upper bytes
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       v64 sums[2][U][T][F] = {};
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++) {
+        if (T > 2) asm volatile("" ::: "memory");  // else GCC keeps all numbers on the stack
         v64 bytes[4], highs[4] = {};
-        fourths_of(rows + 2 * half + j, at, bytes);
-        if (K::highs) fourths_of(highs_of + 2 * half + j, high_at, highs);
+        fourths_of(rows, 2 * half + j, at, bytes);
+        if (K::highs) fourths_of(high_rows, 2 * half + j, high_at, highs);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           v64 codes[F];
@@ -302,135 +359,187 @@ void side_by_side_sums(const Integers& as, const uint16_t* const* rows, const ui
   }
 }
 
-// Bytes of each of kOutputs lines that follow each other, at most 64 of each: vector i has four of a line in
-// each lane. The last of `count` lines is there for those behind it.
-INLINE void turned_lines(const char* lines, int64_t size, int64_t at, int64_t count, v64 (&out)[kOutputs]) {
-  const __mmask64 some = size - at >= 64 ? ~0ull : (1ull << (size - at)) - 1;
-#pragma GCC unroll 16
-  for (int r = 0; r < kOutputs; r++) out[r] = _mm512_maskz_loadu_epi8(some, lines + least(r, count - 1) * size + at);
-  turn(out);
+// How scales, and shifts but zeros, of kOutputs rows lie side by side, those of a unit after each other: float32,
+// float16, or bytes as a record has them, of each row four in a lane, beside a number that several share or as powers
+// of two. Unknown ones are float32 that units_of reads; zeros are float32.
+enum class Beside { Floats, Halves, Unsigned, Signed, Powers, Unknown };
+
+struct SideBySide {
+  float *numbers, *supers;
+  int shift;     // 2^shift units have one of the supers
+  float factor;  // of supers, Floats and Powers
+};
+
+// Of unit u + j, j < kUnitLanes and u a multiple of kUnitLanes.
+template <Beside how>
+INLINE vf number_of(const SideBySide& s, int64_t u, int j) {
+  if constexpr (how == Beside::Floats) return load<vf>(s.numbers + (u + j) * kOutputs);
+  if constexpr (how == Beside::Halves) return (vf)_mm512_cvtph_ps(load<v32>(s.numbers + (u + j) * kOutputs / 2));
+  const vu four = load<vu>(s.numbers + u * kOutputs / 4 + j / 4 * kOutputs);
+  const vu byte = how == Beside::Signed ? (vu)((vi)(four << (24 - 8 * (j % 4))) >> 24) : (four >> (8 * (j % 4))) & 255u;
+  if constexpr (how == Beside::Powers) return as_float(byte == vu{} ? vu{} + (1u << 22) : byte << 23) * s.factor;
+  const vf super = load<vf>(s.supers + (u >> s.shift) * kOutputs);
+  if constexpr (how == Beside::Signed) return __builtin_convertvector((vi)byte, vf) * super;
+  // (2^23 + byte) · super − 2^23 · super, of which the last is the same for all of them.
+  return (vf)_mm512_fmsub_ps((__m512)(byte | 0x4b000000u), (__m512)super, (__m512)(0x1p23f * super));
 }
 
-// f(i, lane of kOutputs numbers) of n float16 a line, or of n bytes, which are a multiple of 4.
+// f(at, four vectors) of 16 bytes from `at` on of each of kOutputs lines of `size` bytes, a multiple of 2, that follow
+// each other: vector i has four of a line in each lane.
 template <class F>
-INLINE void each_half(const uint16_t* lines, int64_t n, int64_t count, PrefetchList& ahead, F f) {
+INLINE void turn_lines(const void* lines, int64_t size, F f) {
+  for (int64_t at = 0; at < size; at += 16) {
+    const __mmask8 some = (__mmask8)(size - at >= 16 ? 255 : (1 << (size - at) / 2) - 1);
+    const auto line = [&](int64_t r) { return _mm_maskz_loadu_epi16(some, (const char*)lines + r * size + at); };
+    v64 v[4], pairs[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const v32 low = _mm256_inserti128_si256(_mm256_castsi128_si256(line(i)), line(i + 4), 1);
+      const v32 high = _mm256_inserti128_si256(_mm256_castsi128_si256(line(i + 8)), line(i + 12), 1);
+      v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      pairs[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), pairs[i + 2] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      v[2 * i] = _mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]);
+      v[2 * i + 1] = _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    f(at, v);
+  }
+}
+
+// f(i, kOutputs float16 of the number i and as many of the next one) of n float16 a line; behind the last are zeros.
+template <class F>
+INLINE void each_half(const void* lines, int64_t n, F f) {
   const v64 parted = (v64)(vh{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                               1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
-  for (int64_t at = 0; at < n; at += 32) {
-    v64 v[kOutputs];
-    ahead.ask();
-    turned_lines((const char*)lines, 2 * n, 2 * at, count, v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kOutputs; i++) {
-      if (at + 2 * i >= n) break;
-      const v64 both = _mm512_permutexvar_epi16(parted, v[i]);
-      f(at + 2 * i, (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(both)));
-      if (at + 2 * i + 1 < n) f(at + 2 * i + 1, (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1)));
-    }
-  }
-}
-template <class F>
-INLINE void each_byte(const uint8_t* lines, int64_t n, int64_t count, PrefetchList& ahead, F f) {
-  for (int64_t at = 0; at < n; at += 64) {
-    v64 v[kOutputs];
-    ahead.ask();
-    turned_lines((const char*)lines, n, at, count, v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kOutputs; i++) {
-      if (at + 4 * i >= n) break;
+  turn_lines(lines, 2 * n, [&](int64_t at, const v64 (&v)[4]) {
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) f(at + 4 * i + j, ((vu)v[i] >> (8 * j)) & 0xffu);
-    }
-  }
+    for (int i = 0; i < 4; i++) f(at / 2 + 2 * i, _mm512_permutexvar_epi16(parted, v[i]));
+  });
 }
 
-// Of scales as GGUF files and MXFP4 have them: of one dtype, along whole rows.
-bool is_known(const Format& f, const Coding& c) {
+// How those of GGUF files, MXFP4 and GPTQ are read: of one dtype, along whole rows.
+Beside beside_of(const Format& f, const Coding& c, const Integers& as) {
   const int64_t groups = f.hidden / c.group, super = c.super;
-  const bool bytes = c.scale == ScaleType::U8 || c.scale == ScaleType::I8;
-  const bool known = super ? bytes : c.scale == ScaleType::F16 || c.scale == ScaleType::E8M0;
-  const bool whole = f.hidden % c.group == 0 && c.across == 1 && c.whole == Whole::None && groups % 4 == 0;
-  return known && whole && (!super || (groups % super == 0 && super % 8 == 0 && !(super & (super - 1))));
+  const bool own = c.group == c.unit;
+  if (f.hidden % c.group || c.across > 1 || c.whole != Whole::None || groups % 2) return Beside::Unknown;
+  if (super) {
+    if (!own || groups % super || super % kUnitLanes || super & (super - 1)) return Beside::Unknown;
+    if (c.scale == ScaleType::U8 && as.shift == Shift::Minimum) return Beside::Unsigned;
+    return c.scale == ScaleType::I8 && as.shift == Shift::None ? Beside::Signed : Beside::Unknown;
+  }
+  if (c.scale == ScaleType::F16) return own && as.factor == 1 ? Beside::Halves : Beside::Floats;
+  return c.scale == ScaleType::E8M0 && own && as.shift == Shift::None ? Beside::Powers : Beside::Unknown;
 }
 
-// Scales and shifts of kOutputs rows side by side, from `row` on, of which there are `count`: of each unit
-// `scales[unit · kOutputs + row]`. supers: room for two numbers a unit.
-void units_side_by_side(const Format& f, const uint16_t* record, const Coding& c, const Integers& as, int64_t row,
-                        int64_t count, PrefetchList& ahead, float* scales, float* shifts, float* supers) {
-  const int64_t groups = f.hidden / c.group, each = c.group / c.unit, super = c.super ? c.super : groups;
-  const int shift = __builtin_ctzll(super);
-  const auto bytes_of = [&](int64_t part) { return (const uint8_t*)(record + part * f.hidden) + row * groups; };
-  const auto halves_of = [&](int64_t part, int64_t n) { return record + part * f.hidden + row * n; };
-  const auto times_supers = [&](int64_t numbers, int64_t of_supers, float factor, float* out) {
-    const int64_t n = groups / super;
-    each_half(halves_of(of_supers, n), n, count, ahead, [&](int64_t i, vf v) { store(supers + i * kOutputs, v * factor); });
-    const auto with = [&](auto is_positive) {
-      each_byte(bytes_of(numbers), groups, count, ahead, [&](int64_t g, vu v) {
-        const vi number = decltype(is_positive)::value ? (vi)v : (vi)(v << 24) >> 24;
-        store(out + g * kOutputs, __builtin_convertvector(number, vf) * load<vf>(supers + (g >> shift) * kOutputs));
-      });
-    };
-    if (c.scale == ScaleType::U8) with(Constant<bool, true>());
-    else with(Constant<bool, false>());
+// Scales and shifts of kOutputs rows, from `row` on, side by side.
+template <Beside how>
+void units_side_by_side(const Format& f, const uint16_t* record, const Coding& c, Shift shift, int64_t row,
+                        const SideBySide& scales, const SideBySide& shifts) {
+  const int64_t groups = f.hidden / c.group, each = c.group / c.unit;
+  const auto lines = [&](int64_t part, int64_t bytes) { return (const char*)(record + part * f.hidden) + row * bytes; };
+  // Number i of n, for as many units.
+  const auto put = [](int64_t i, int64_t n, int64_t each, vf v, float* out) {
+    for (int64_t u = i * each; i < n && u < (i + 1) * each; u++) store(out + u * kOutputs, v);
   };
-  if (c.super) {
-    times_supers(c.extra, c.supers, as.factor, scales);
-    if (as.shift == Shift::Minimum) times_supers(c.shifts, c.min_supers, -1, shifts);
-  } else if (c.scale == ScaleType::F16) {
-    const auto put = [&](int64_t g, vf v) { store(scales + g * kOutputs, v * as.factor); };
-    each_half(halves_of(c.extra, groups), groups, count, ahead, put);
-    if (as.shift == Shift::Minimum) {
-      const auto put_shift = [&](int64_t g, vf v) { store(shifts + g * kOutputs, v); };
-      each_half(halves_of(c.shifts, groups), groups, count, ahead, put_shift);
-    }
-  } else {
-    each_byte(bytes_of(c.extra), groups, count, ahead, [&](int64_t g, vu v) {
-      const vu number = v == vu{} ? (vu{} + (1u << 22)) : v << 23;
-      store(scales + g * kOutputs, as_float(number) * as.factor);
+  const auto widen = [&](int64_t part, int64_t n, int64_t each, float factor, float* out) {
+    each_half(lines(part, 2 * n), n, [&](int64_t i, v64 both) {
+      put(i, n, each, (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(both)) * factor, out);
+      put(i + 1, n, each, (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1)) * factor, out);
     });
-  }
-  if (as.shift == Shift::Zero) {
-    each_byte(bytes_of(c.shifts), groups, count, ahead, [&](int64_t g, vu v) { store(shifts + g * kOutputs, __builtin_convertvector((vi)v, vf)); });
-  }
-  for (int64_t g = groups - 1; each > 1 && g >= 0; g--) {  // backwards: in place
-    const vf scale = load<vf>(scales + g * kOutputs), zero = as.shift == Shift::None ? vf{} : load<vf>(shifts + g * kOutputs);
-    for (int64_t u = g * each; u < (g + 1) * each; u++) {
-      store(scales + u * kOutputs, scale);
-      if (as.shift != Shift::None) store(shifts + u * kOutputs, zero);
+  };
+  const auto read = [&](int64_t part, int64_t supers, const SideBySide& to) {
+    if (how == Beside::Floats) return widen(part, groups, each, to.factor, to.numbers);
+    if (how == Beside::Halves) {
+      return each_half(lines(part, 2 * groups), groups, [&](int64_t g, v64 both) { store(to.numbers + g * kOutputs / 2, both); });
     }
-  }
+    turn_lines(lines(part, groups), groups, [&](int64_t at, const v64 (&v)[4]) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) store(to.numbers + (at / 4 + i) * kOutputs, v[i]);
+    });
+    if (how != Beside::Powers) widen(supers, groups / c.super, 1, to.factor, to.supers);
+  };
+  read(c.extra, c.supers, scales);
+  if (shift == Shift::Minimum) read(c.shifts, c.min_supers, shifts);
+  if (shift != Shift::Zero) return;
+  turn_lines(lines(c.shifts, groups), groups, [&](int64_t at, const v64 (&v)[4]) {
+    for (int i = 0; i < 16; i++) {
+      const vu byte = ((vu)v[i / 4] >> (8 * (i % 4))) & 255u;
+      put(at + i, groups, each, __builtin_convertvector((vi)byte, vf), shifts.numbers);
+    }
+  });
 }
 
-// y[row] of kOutputs rows, whose sums, scales and shifts lie side by side: as sum_units.
-template <Shift how>
-INLINE void sum_side_by_side(const int32_t* sums, float zero, const float* scale, const float* shift,
-                           const float* x_scale, const float* x_sum, int64_t units, int64_t rows, PrefetchList& ahead,
-                           float* y) {
-  vf lane[kUnitLanes] = {};
-  const auto add = [&](int64_t u, vf& mine) {
-    vf zeros = zero - vf{};
-    if (how == Shift::Zero) zeros += load<vf>(shift + u * kOutputs);
-    vf whole = __builtin_convertvector(load<vi>(sums + u * kOutputs), vf);
-    if (how != Shift::Minimum) whole -= x_sum[u] * zeros;  // else zeros are 0
-    mine += unfused(whole * (load<vf>(scale + u * kOutputs) * x_scale[u]));
-    if (how == Shift::Minimum) mine += unfused(x_sum[u] * (load<vf>(shift + u * kOutputs) * x_scale[u]));
+// y[t · stride + row] of `rows` of kOutputs rows and up to kAtOnce tokens, whose sums lie side by side: as sum_units.
+template <Shift how, Beside scale>
+void sum_side_by_side(const int32_t* sums, float zero, const SideBySide& scales, const SideBySide& shifts,
+                      const float* const* x, int64_t n, bool sixteen, int64_t units, __mmask16 rows, int64_t tokens,
+                      PrefetchList& ahead, float* y, int64_t stride) {
+  chosen<1, kAtOnce>(tokens, [&](auto some) {
+    constexpr int T = decltype(some)::value, J = T > 2 ? kUnitLanes / 2 : kUnitLanes;  // 16 sums in registers
+    const float *x_scale[T], *x_sum[T];
+    for (int t = 0; t < T; t++) {
+      const Quantized to(x[t], n);
+      x_scale[t] = to.scale[sixteen], x_sum[t] = to.sum[sixteen];
+    }
+    vf lane[T][kUnitLanes] = {};
+    const auto add = [&](int64_t u, int j) __attribute__((always_inline)) {
+      const vf by = number_of<scale>(scales, u, j);
+      vf shift = {}, zeros = zero - vf{};
+      if (how != Shift::None) shift = number_of<how == Shift::Zero ? Beside::Floats : scale>(shifts, u, j);
+      if (how == Shift::Zero) zeros += shift;
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        vf whole = __builtin_convertvector(load<vi>(sums + (t * units + u + j) * kOutputs), vf);
+        if (how != Shift::Minimum) whole -= x_sum[t][u + j] * zeros;  // else zeros are 0
+        lane[t][j] += unfused(whole * (by * x_scale[t][u + j]));
+        if (how == Shift::Minimum) lane[t][j] += unfused(x_sum[t][u + j] * (shift * x_scale[t][u + j]));
+      }
+    };
+    const auto add_lanes = [&](auto from) __attribute__((always_inline)) {
+      constexpr int first = decltype(from)::value;
+      int64_t u = 0;
+      for (; u + kUnitLanes <= units; u += kUnitLanes) {
+        ahead.ask();
+#pragma GCC unroll 8
+        for (int j = first; j < first + J; j++) add(u, j);
+      }
+#pragma GCC unroll 8
+      for (int j = first; j < first + J; j++) {
+        if (u + j < units) add(u, j);
+      }
+    };
+    add_lanes(Constant<int, 0>());
+    if constexpr (J < kUnitLanes) add_lanes(Constant<int, J>());
+#pragma GCC unroll 4
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+      for (int half = kUnitLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+        for (int j = 0; j < half; j++) lane[t][j] += lane[t][j + half];
+      }
+      _mm512_mask_storeu_ps(y + t * stride, rows, (__m512)lane[t][0]);
+    }
+  });
+}
+
+// f(Shift, Beside) of the ways there are, as constants.
+template <class F>
+INLINE void with_ways(Shift how, Beside scale, F f) {
+  if (scale == Beside::Unsigned) return f(Constant<Shift, Shift::Minimum>(), Constant<Beside, Beside::Unsigned>());
+  if (scale == Beside::Signed) return f(Constant<Shift, Shift::None>(), Constant<Beside, Beside::Signed>());
+  if (scale == Beside::Powers) return f(Constant<Shift, Shift::None>(), Constant<Beside, Beside::Powers>());
+  const auto numbers = [&](auto shift) {
+    if (scale == Beside::Halves) f(shift, Constant<Beside, Beside::Halves>());
+    else f(shift, Constant<Beside, Beside::Floats>());
   };
-  int64_t u = 0;
-  for (; u + kUnitLanes <= units; u += kUnitLanes) {
-    ahead.ask();
-#pragma GCC unroll 8
-    for (int j = 0; j < kUnitLanes; j++) add(u + j, lane[j]);
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < kUnitLanes; j++) {
-    if (u + j < units) add(u + j, lane[j]);
-  }
-#pragma GCC unroll 4
-  for (int half = kUnitLanes / 2; half; half /= 2) {
-#pragma GCC unroll 4
-    for (int j = 0; j < half; j++) lane[j] += lane[j + half];
-  }
-  _mm512_mask_storeu_ps(y, (__mmask16)((1u << rows) - 1), (__m512)lane[0]);
+  if (how == Shift::None) numbers(Constant<Shift, Shift::None>());
+  else if (how == Shift::Zero) numbers(Constant<Shift, Shift::Zero>());
+  else numbers(Constant<Shift, Shift::Minimum>());
 }
 
 // ---- down^T: bands of rows

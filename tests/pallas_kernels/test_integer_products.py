@@ -44,8 +44,8 @@ FEW_ROWS = (1, 5, 130)
 
 
 def coded(version: str, inputs: int) -> CodedWeights:
-    """Two layers of 58 rows in two parts, which differ between the layers."""
-    layers = [[(version, 48), ("q6_k", 10)], [("q4_0", 48), (version, 10)]]
+    """Two layers of 52 rows in two parts, which differ between the layers and end within 16 rows."""
+    layers = [[(version, 42), ("q6_k", 10)], [("q4_0", 42), (version, 10)]]
     placed, count = lay_out(layers, inputs, "bfloat16")
     random, elements = np.random.default_rng(0), np.zeros(count, np.uint16)
     for part in (part for layer in placed for part in layer):
@@ -97,9 +97,10 @@ def check_experts(version: str, width: int) -> None:
 @pytest.mark.parametrize("version", EACH)
 def test_native_products_have_the_bits_of_the_reference(version):
     """512: units lie in one plane; 320: in two; 288: planes do not begin at whole vectors; 256: as
-    many units as lanes."""
+    many units as lanes; 2,048: rows of upper bits are whole vectors."""
     quick = FORMATS[version]
-    for inputs in (512,) if quick else (512, 320, 288, 256):
+    long = (2048,) if version in ("q5_k", "q6_k") else ()
+    for inputs in (512, *long) if quick else (512, 320, 288, 256, *long):
         check_linear(version, inputs, FEW_ROWS if quick and version != "q8_0" else ROWS)
 
 
