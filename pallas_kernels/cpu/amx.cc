@@ -389,8 +389,8 @@ void factors_of(const float* const* h, int64_t tokens, int64_t rows, Factors* ou
 }
 
 void add_of_many(Type kind, const void* const* w, int64_t rows, const float* const* h,
-                 int64_t tokens, int64_t n, float* const* total) {
-  if (kind == Type::F32) return kernels_avx512bf16.add_of_many(kind, w, rows, h, tokens, n, total);
+                 int64_t tokens, int64_t n, float* const* total, bool* coarse) {
+  if (kind == Type::F32) return kernels_avx512bf16.add_of_many(kind, w, rows, h, tokens, n, total, coarse);
   static_assert(kManyAdded == 2 * kChunk, "two tiles of rows a call");
   alignas(64) Factors factors[kAddedTokens / kSide];
   alignas(64) char pairs[kColumns / kChunk * 4 * kTile];

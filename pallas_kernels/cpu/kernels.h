@@ -204,9 +204,9 @@ struct Kernels {
               int64_t n, float* const* total);
   // The same for tokens ≤ kAddedTokens and rows ≤ kManyAdded, in an op's calls but the last one
   // kManyAdded of them; of few tokens rows ≤ kRows. Totals lie evenly apart, with room for a multiple
-  // of kTokenGroup of them.
+  // of kTokenGroup of them. coarse: true at first, when totals are 0, and kept by the calls.
   void (*add_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* h,
-                      int64_t tokens, int64_t n, float* const* total);
+                      int64_t tokens, int64_t n, float* const* total, bool* coarse);
   void (*unpack)(Type kind, const float* total, int64_t n, float* out);
   // Weights [first, first + count) of a row of a matrix, as kind_of(format.type): gate and up rows
   // are [D], rows of down^T too. A dense row of that kind is read where it lies: see row_of.

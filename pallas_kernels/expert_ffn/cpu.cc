@@ -196,8 +196,13 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
     work.k.narrow(c.type, mine, rows, rounded);
     work.k.widen(c.type, rounded, rows, mine);
     float* h = work.h + (e.first + t) * work.h_width;
-    const bool in_order = e.format->matrix[DOWN].unit;
-    for (int64_t r = 0; r < rows; r++) h[in_order ? first + r : place_of_row(first + r, c.width)] = mine[r];
+    const bool in_order = e.format->matrix[DOWN].unit || c.width % 4;
+    const int64_t step = in_order ? 1 : 4, quarter = c.width / step;
+    for (int64_t r = 0, count; r < rows; r += count) {
+      count = std::min(rows - r, quarter - (first + r) % quarter);
+      float* place = h + (in_order ? first + r : place_of_row(first + r, c.width));
+      for (int64_t i = 0; i < count; i++) place[i * step] = mine[r + i];
+    }
   }
 }
 
@@ -226,6 +231,7 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
   const Expert& e = c.expert;
   const int64_t size = size_of(work.kind), width = work.call.width;
   const int64_t step = tokens > work.k.few(work.kind) ? kManyAdded : kRows;
+  bool coarse = true;
   for (int64_t place = 0; place < width; place += step) {
     const int64_t rows = std::min(step, width - place);
     const void* w[kManyAdded];
@@ -240,7 +246,7 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
       w[i] = decoded;
     }
     const Sums s(work, c, token, tokens, place, sums);
-    work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total);
+    work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total, &coarse);
   }
 }
 

@@ -591,6 +591,48 @@ void check_experts(const Kernels& k) {
   expect(refused(run), "an expert that is not there");
 }
 
+// Sums of many tokens have the bits of sums of few, also where terms are too small for a normal number.
+void check_sums(const Kernels& k) {
+  const Type type = pick(0, 3) ? Type::BF16 : Type::F32;
+  if (!k.few(type)) return;
+  const int64_t n = pick(1, 300), width = padded(n), tokens = k.few(type) + pick(1, 20);
+  std::vector<float> few(tokens * width), many((tokens + kTokenGroup) * width);
+  bool coarse = true;
+  for (int64_t block = pick(1, 4); block > 0; block--) {
+    const int64_t rows = block > 1 ? kManyAdded : pick(1, kManyAdded);
+    // Terms of about 1, the smallest for which pairs are multiplied, or smaller ones.
+    const int size = pick(0, 2), small = size == 0 ? 0 : size == 1 ? 112 : (int)pick(113, 150);
+    const int of_h = size == 1 ? 56 : (int)pick(0, small);
+    const auto drawn = [&](int64_t count, int exponent) {
+      std::vector<float> values(count);
+      for (float& v : values) v = std::ldexp((float)pick(128, 255) * (float)pick(-1, 1), -7 - exponent);
+      return rounded(k, type, values);
+    };
+    const auto w = drawn(rows * n, small - of_h), factor = drawn(tokens * rows, of_h);
+    std::vector<float> h(tokens * rows);
+    for (size_t i = 0; i < h.size(); i++) h[i] = (float)value(type, factor.data(), (int64_t)i);
+    std::vector<const void*> row(rows);
+    for (int64_t i = 0; i < rows; i++) row[i] = at((const void*)w.data(), i * n, type);
+    std::vector<float*> onto(tokens);
+    std::vector<const float*> factors(tokens);
+    for (int64_t t = 0; t < tokens; t++) onto[t] = &many[t * width], factors[t] = &h[t * rows];
+    k.add_of_many(type, row.data(), rows, factors.data(), tokens, n, onto.data(), &coarse);
+    for (int64_t t = 0; t < tokens; t++) {
+      float* mine = &few[t * width];
+      for (int64_t i = 0; i < rows; i += kRows) {
+        const float* next = factors[t] + i;
+        k.add(type, &row[i], std::min(kRows, rows - i), &next, 1, n, &mine);
+      }
+    }
+  }
+  for (int64_t t = 0; t < tokens; t++) {
+    std::vector<float> want(n), got(n);
+    k.unpack(type, &few[t * width], n, want.data());
+    k.unpack(type, &many[t * width], n, got.data());
+    expect(!std::memcmp(got.data(), want.data(), n * 4), std::string("add_of_many by ") + k.name + ": other bits");
+  }
+}
+
 // Any part of a row of any format has exactly the weights that its text says.
 void check_decode(const Kernels& k) {
   const Type type = any_type();
@@ -998,6 +1040,7 @@ int main(int argc, char** argv) {
     rng.seed((unsigned)std::atoi(argv[1]));
     for (int i = 0; i < std::atoi(argv[2]); i++) {
       check_linear(*kernels);
+      check_sums(*kernels);
       check_decode(*kernels);
       check_experts(*kernels);
       check_encoded(*kernels);
