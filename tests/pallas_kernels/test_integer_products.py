@@ -44,7 +44,7 @@ FEW_ROWS = (1, 5, 130)
 
 
 def coded(version: str, inputs: int) -> CodedWeights:
-    """Two layers of 52 rows in two parts, which differ between the layers and end within 16 rows."""
+    """Two layers of 52 rows in two parts, which differ by layer and end within 16 rows."""
     layers = [[(version, 42), ("q6_k", 10)], [("q4_0", 42), (version, 10)]]
     placed, count = lay_out(layers, inputs, "bfloat16")
     random, elements = np.random.default_rng(0), np.zeros(count, np.uint16)
