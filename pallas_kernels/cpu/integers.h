@@ -502,9 +502,9 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, c
     }
   };
   int64_t u = 0;
-  if constexpr (L > W) {
-    for (; u + L <= units; u += L) add(vf{}, vi{}, u);
-  }
+#ifdef __AVX512F__
+  for (; u + L <= units; u += L) add(vf{}, vi{}, u);
+#endif
   for (; u < units; u += kUnitLanes) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kUnitLanes / W; k++) add(vw{}, wi{}, u + k * W);
