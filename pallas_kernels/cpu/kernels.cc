@@ -484,6 +484,16 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
   }
 }
 
+// f(first, count) of parts of at most `most` tokens, as many each as may be: few take nearly as long.
+template <class F>
+INLINE void share_evenly(int64_t tokens, int64_t most, F f) {
+  const int64_t parts = (tokens + most - 1) / most;
+  for (int64_t i = 0; i < parts; i++) {
+    const int64_t first = i * tokens / parts;
+    f(first, (i + 1) * tokens / parts - first);
+  }
+}
+
 #ifdef __AVX512BF16__
 // Products of pairs of rows, twice as fast: VDPBF16PS adds the product of the upper halves of its lanes, rounds, and
 // adds that of the lower ones. These are the bits of two sums of float32 unless a number is subnormal, which it takes
@@ -530,7 +540,7 @@ int64_t many_pairs(const void* const* w, int64_t rows, const float* const* h, in
     }
   }
   if (rows % 2 || _mm512_cmplt_epu32_mask(least_h, _mm512_set1_epi32(2 * kSmallest - 1))) return 0;
-  const int64_t calls = (tokens + kOpenTokens - 1) / kOpenTokens, apart = total[1] - total[0];
+  const int64_t apart = total[1] - total[0];
   // The next call's rows, where they follow in the order of four quarters (expert_ffn/cpu.cc).
   const int64_t next = rows > 4 ? ((const uint16_t*)w[4] - (const uint16_t*)w[0]) * (kManyAdded / 4) : 0;
   const bool near = asked_near();
@@ -552,13 +562,12 @@ int64_t many_pairs(const void* const* w, int64_t rows, const float* const* h, in
     }
     if (_mm512_cmplt_epu16_mask(least_w, _mm512_set1_epi16((2 * kSmallest >> 16) - 1))) return first;
     for (int64_t c = 0; c < 2 && first + c * 4 * L < n; c++) {
-      for (int64_t i = 0; i < calls; i++) {
-        const int64_t t = i * tokens / calls, count = (i + 1) * tokens / calls - t;
+      share_evenly(tokens, kOpenTokens, [&](int64_t t, int64_t count) {
         float* onto = total[t] + first + c * 4 * L;
-        chosen<1, kOpenTokens>(count, [=, &panel, &factors](auto count) {
+        chosen<1, kOpenTokens>(count, [&](auto count) {
           add_pairs<count.value>(panel[c], factors + t, rows / 2, onto, apart);
         });
-      }
+      });
     }
   }
   return n;
@@ -581,16 +590,14 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
   const bool panels = tokens > few(kind);
 #endif
   const int64_t most = panels ? kOpen : tokens_at_once(kind, tokens), step = panels ? kPanel : rows;
-  const int64_t calls = (tokens + most - 1) / most;  // as many tokens each as may be: few take nearly as long
   for (int64_t r = 0; r < rows; r += step) {
     const int64_t mine = least(step, rows - r);
-    for (int64_t i = 0; i < calls; i++) {
-      const int64_t t = i * tokens / calls, count = (i + 1) * tokens / calls - t;
+    share_evenly(tokens, most, [&](int64_t t, int64_t count) {
       float* out = y + t * stride + r;
       if (!panels) dots(kind, w, mine, x + t, count, n, out, stride, t ? nullptr : next);
       else if (kind == Type::BF16) many_dots<Type::BF16>(w + r, mine, x + t, count, n, out, stride);
       else many_dots<Type::F32>(w + r, mine, x + t, count, n, out, stride);
-    }
+    });
   }
 }
 
