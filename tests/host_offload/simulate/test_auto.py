@@ -733,19 +733,32 @@ def test_settings_come_back_from_a_trace():
         auto_of(made.said | {"margin": 0.02})
 
 
+def split_spec(budget_bytes: int):
+    """What a policy that splits memory is told."""
+    return spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=budget_bytes,
+                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+
+
+def decoded(step: int, **changes: Any) -> Observation:
+    """A decode step of two requests that misses nothing, but for the changes."""
+    known = dict(
+        moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
+        seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
+        missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
+        running=2, waiting=0, waiting_tokens=0,
+    )  # fmt: skip
+    return Observation(**{**known, **changes})
+
+
 def test_kv_gets_what_its_peak_needs():
     """A split by need: the experts' share follows the peak of KV, and grows back at once."""
     policy = an_auto(arms=("lru+split",), window=8)
-    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
-                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    told = split_spec(4000)
     state, wanted, longest = policy.init(told), [], 0
     for step in range(40):
         many = step >= 12
-        seen = Observation(
-            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
-            seconds=step * 1e-3, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
-            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False,
-            kv_swapped=0, running=2, kv_used=60 if many else 10, kv_pages=60 if many else 280,
+        seen = decoded(
+            step, seconds=step * 1e-3, kv_used=60 if many else 10, kv_pages=60 if many else 280,
             waiting=int(many), waiting_tokens=64 * many,
         )  # fmt: skip
         state, decision = policy.decide(state, seen)
@@ -768,17 +781,13 @@ def test_requests_that_wait_for_kv_get_it():
     """A step of more sequences gives more tokens, which a price a step would not show. Those that
     wait for a row need no KV."""
     policy = an_auto(arms=("lru", "lru+split"))
-    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=1900,
-                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    told = split_spec(1900)
     for waiting, rows, chosen in ((0, None, "lru"), (4, None, "lru+split"), (4, 2, "lru")):
         state = policy.init(dataclasses.replace(told, max_num_seqs=rows))
         for step in range(40):
-            seen = Observation(
-                moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
-                seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
-                missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
-                running=2, kv_used=24, kv_pages=24, waiting=waiting, waiting_tokens=8 * waiting,
-            )  # fmt: skip
+            seen = decoded(
+                step, kv_used=24, kv_pages=24, waiting=waiting, waiting_tokens=8 * waiting
+            )
             state, _ = policy.decide(state, seen)
         assert policy.arms[state.arm] == chosen
 
@@ -788,16 +797,10 @@ def test_memory_that_kv_does_not_use_goes_to_experts_where_it_pays(saved, chosen
     """And only once a window showed it, since requests that come would have to wait for it."""
     fill_s = saved * COMPUTE_S / (4 / 3 * LAYERS)  # LRU misses 4 experts of a layer in 2 of 3 steps
     policy = an_auto(fill_s, arms=("lru+split", "lru"))
-    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
-                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    told = split_spec(4000)
     state, moved = policy.init(told), []
     for step in range(200):
-        seen = Observation(
-            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
-            seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
-            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
-            running=2, kv_used=10, kv_pages=280, waiting=0, waiting_tokens=0,
-        )  # fmt: skip
+        seen = decoded(step, kv_used=10, kv_pages=280)
         state, decision = policy.decide(state, seen)
         if decision.cells is not None and decision.cells.max() > CELLS:
             moved.append(step)
@@ -809,16 +812,10 @@ def test_a_split_is_priced_by_steps_with_its_cells():
     """Before a window ends requests take the KV that experts would have had."""
     fill_s = 0.2 * COMPUTE_S / (4 / 3 * LAYERS)
     policy = an_auto(fill_s, arms=("lru", "lru+split"))
-    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000,
-                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    told = split_spec(4000)
     state, caps = policy.init(told), []
     for step in range(24):
-        seen = Observation(
-            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
-            seconds=(step + 1) * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
-            missed=np.zeros((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
-            running=2, kv_used=10 if step < 6 else 250, kv_pages=280, waiting=0, waiting_tokens=0,
-        )  # fmt: skip
+        seen = decoded(step, kv_used=10 if step < 6 else 250, kv_pages=280)
         state, _ = policy.decide(state, seen)
         caps.append(state.cap)
     assert max(caps) > caps[-1] and policy.arms[state.arm] == "lru"
@@ -827,15 +824,12 @@ def test_a_split_is_priced_by_steps_with_its_cells():
 def test_a_change_of_eviction_alone_moves_no_cell():
     """Also where the start's cells are not even, as those of a split by need are."""
     policy = Auto((8, 7), costs_of(FILL_S), arms=("lru+split", "lfu+split"))
-    told = spec(layers=LAYERS, experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=1900,
-                version_bytes={"dense": np.full(LAYERS, 100)}, slot_bytes=100)  # fmt: skip
+    told = split_spec(1900)
     state, decisions = policy.init(told), []
     for step in range(60):
-        seen = Observation(
-            moment=Moment.STEP_END, step=step, age=1, interval=0, turn=-1, layer=-1,
-            seconds=step * COMPUTE_S, ids=routed(HOT, step), phase=np.ones(2, np.uint8),
-            missed=np.ones((LAYERS, EXPERTS), bool), bucket=4, compiled=False, kv_swapped=0,
-            running=2, kv_used=24, kv_pages=24, waiting=0, waiting_tokens=0,
+        seen = decoded(
+            step, seconds=step * COMPUTE_S, missed=np.ones((LAYERS, EXPERTS), bool),
+            kv_used=24, kv_pages=24,
         )  # fmt: skip
         state, decision = policy.decide(state, seen)
         decisions.append(decision)
