@@ -416,7 +416,7 @@ class Controller:
             states.append(state)
         for seat, state in zip(self._seats, states, strict=True):
             seat.state = state
-        if not self.needs_tables:
+        if not self.needs_tables:  # of which each step leaves a copy to be taken
             self._running = glance.running
             steps, misses = zip(*(seat.skips for seat in self._seats), strict=True)
             self._skips = min(steps), min(misses)

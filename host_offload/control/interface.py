@@ -418,7 +418,7 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """The members of a policy, a frozen dataclass.
 
-    Nine more attributes are optional:
+    More attributes are optional:
 
     - `interval`: for INTERVAL: "4096 tokens", "16 steps" or "0.5 seconds".
     - `victim_weights`: three integers, in force from the start. With empty moments the policy

@@ -833,7 +833,8 @@ class Auto:
         )
 
         def choose(horizon: int) -> int:
-            """What is small, but lasts: an arm that still does better."""
+            """Returns the arm that pays over so many steps, the present one if that did better in
+            the last ones."""
             found = choose_arm(prices, horizon=horizon)
             return state.arm if lately.step_s[found] > lately.step_s[state.arm] else found
 
