@@ -83,7 +83,7 @@ LEAST = 0.05
 """What a window leaves at least of such a ratio, as a share."""
 TRIFLE = 1e-6
 """Square of a share of steps: moves of less, as of a copy that ends late, say nothing."""
-WATCH_S, COST = 3e-4, 0.05
+WATCH_S, COST = 6e-4, 0.05
 """Seconds that a step of a window costs the host, as measured on two cores, and the share of the
 misses' time that they may cost."""
 SWITCH_S = 2e-3
@@ -110,7 +110,7 @@ LESS_KV = 0.05
 """The same of an arm whose split gives experts memory that KV had at the start: requests that come
 wait for it, a step of prompts or two."""
 PEAKS, HEADROOM, DEAD = 32, 0.1, 2
-"""Of splits: windows of which the peak counts, share beyond it, and the least change in cells of
+"""Of splits: windows of which the peak counts, share beyond it, and the least gain in cells of
 each layer."""
 
 
@@ -735,8 +735,9 @@ class Auto:
     # ---- the split
 
     def _fit_window(self, state: Watched, seen: Glance) -> tuple[Watched, Decision]:
-        """Fits the split at the end of a window."""
-        needed = math.ceil(_wanted(state.spec, seen) * _pages_each(seen))
+        """Fits the split at the end of a window, to sequences as long as at the next one's."""
+        each = _pages_each(seen) + self._window / state.division.page_tokens
+        needed = math.ceil(_wanted(state.spec, seen) * each)
         state = state._replace(peaks=(*state.peaks[:-1], max(state.peaks[-1], needed)))
         state, decision = self._fit_kv(state, seen, short=False)
         return state._replace(peaks=(*state.peaks, 0)[-PEAKS:]), decision
@@ -751,9 +752,9 @@ class Auto:
             # Each prompt that waits one step longer costs a step of prompts.
             rows = _wanted(state.spec, seen) - seen.running
             peak = max(peak, seen.kv_used + seen.kv_swapped + rows * _prompt_pages(state, seen))
-        settings = {"headroom": HEADROOM, "cap": state.cap, "dead": DEAD}
+        settings = {"headroom": HEADROOM, "cap": state.cap, "dead": 1}
         cap = peak_headroom(division, peak_pages=peak, **settings)
-        if cap is None or cap == state.cap:
+        if cap is None or 0 < cap - state.cap < DEAD:  # KV gets what it needs at once
             return state, _NOTHING
         before, state = state.cap, state._replace(cap=cap, fitted=True)
         cells = state.shadows.cells.copy()

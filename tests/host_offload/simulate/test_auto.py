@@ -777,6 +777,20 @@ def test_kv_gets_what_its_peak_needs():
     assert longest < policy.window  # a prompt that waits for long does not keep a window open
 
 
+def test_sequences_that_grow_find_kv():
+    """What they need until the next fit is theirs before, though experts lose one cell a layer."""
+    policy = an_auto(arms=("lru+split",), window=8)
+    told = dataclasses.replace(split_spec(4000), page_tokens=1)
+    state, pages, caps = policy.init(told), 280, []
+    for step in range(64):
+        used = 40 + 2 * step
+        assert used <= pages
+        state, decision = policy.decide(state, decoded(step, kv_used=used, kv_pages=pages))
+        pages = pages if decision.kv_pages is None else decision.kv_pages
+        caps.append(state.cap)
+    assert min(np.diff(caps)) == -1
+
+
 def test_requests_that_wait_for_kv_get_it():
     """A step of more sequences gives more tokens, which a price a step would not show. Those that
     wait for a row need no KV."""
