@@ -914,7 +914,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     using K = decltype(kind);
     float* numbers = whole_line((float*)sums);
     const int super = c.super ? __builtin_ctzll(c.super) : 0;
-    const SideBySide scales = {numbers, scale, super, as.factor}, shifts = {numbers + apart * kOutputs, shift, super, -1};
+    const SideBySide scales = {numbers, scale, super, as.factor}, shifts = {numbers + apart * kOutputs, shift, super, super ? -1.0f : 1};
     int32_t* open = (int32_t*)(numbers + 2 * apart * kOutputs);
     int8_t* ordered = whole_line((int8_t*)(open + least(tokens, kAtOnce) * units * kOutputs));
     for (int64_t t = 0; t < tokens; t++) order_widely<K>(Quantized(x[t], n).q, n, ordered + t * n);

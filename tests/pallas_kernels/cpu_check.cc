@@ -690,7 +690,8 @@ void check_encoded(const Kernels& k) {
     count = std::min(pick(1, 17), tokens - t);
     const auto mine = run(t, count);
     expect(!std::memcmp(mine.data(), &all[t * hidden], mine.size() * 4),
-           std::string("expert_ffn: other bits for ") + std::to_string(count) + " tokens");
+           std::string("expert_ffn by ") + k.name + ": other bits for " + std::to_string(count) + " tokens of codes " +
+               std::to_string((int)v.cell.matrix[0].kind) + (integers ? ", integers" : ""));
   }
 }
 
