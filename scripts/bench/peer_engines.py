@@ -80,7 +80,7 @@ class Task:
 
 
 class Engine(Protocol):
-    """Each call returns when its result is there."""
+    """Each call but `decode` returns when its result is there."""
 
     versions: dict[str, str]
 
@@ -88,8 +88,9 @@ class Engine(Protocol):
         """Prefills the contexts of the first `batch` sequences, unless they are there."""
         ...
 
-    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
-        """Logits float32[batch, V] after tokens int32[batch] at this position."""
+    def decode(self, tokens: np.ndarray, position: int) -> Callable[[], np.ndarray]:
+        """Begins a step of tokens int32[batch] at this position. Returns what waits for its logits
+        float32[batch, V]."""
         ...
 
     def prefill(self, tokens: np.ndarray) -> None:
@@ -140,7 +141,7 @@ class MoejaxEngine:
         prompts = self.task.decoded()[:batch, : self.task.context].tolist()
         self._requests, self._sequences = prefill(self.llm.engine, prompts, self.task.steps)
 
-    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+    def decode(self, tokens: np.ndarray, position: int) -> Callable[[], np.ndarray]:
         runner, rows = self.llm.engine.runner, list(self._sequences.rows)
         positions = np.full(runner.shapes.rows, -1, np.int32)
         positions[rows] = position
@@ -148,7 +149,7 @@ class MoejaxEngine:
         current[rows] = tokens
         runner.tokens.place(current, positions >= 0)
         output = runner.decode(positions, self._sequences.block_table)
-        return np.asarray(output.logits)[rows]
+        return lambda: np.asarray(output.logits)[rows]
 
     def prefill(self, tokens: np.ndarray) -> None:
         from moejax import SamplingParams
@@ -220,7 +221,7 @@ class TransformersEngine:
             self._caches[batch].reorder_cache(self._tensor(np.zeros(batch, np.int64)))
         self._first = self._cache = self._caches[batch]
 
-    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+    def decode(self, tokens: np.ndarray, position: int) -> Callable[[], np.ndarray]:
         if self._states:
             if position == self._context:
                 self._cache = copy.deepcopy(self._first)
@@ -228,7 +229,8 @@ class TransformersEngine:
             self._cache.crop(-behind)
         given = self._tensor(tokens).long()[:, None]
         output = self.model(given, past_key_values=self._cache, use_cache=True)
-        return output.logits[:, -1].float().numpy()
+        logits = output.logits[:, -1].float().numpy()
+        return lambda: logits
 
     def job(self, prompts: list[list[int]]) -> int:
         ordered, batch, count = sorted(prompts, key=len), self.task.batch, 0
@@ -293,14 +295,15 @@ class LlamaEngine:
                 self._begin_anew(i)
         self._started = max(self._started, batch)
 
-    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+    def decode(self, tokens: np.ndarray, position: int) -> Callable[[], np.ndarray]:
         count = len(tokens)
         for i in range(count):
             if not self.llama.llama_memory_seq_rm(self._memory, i, position, -1):
                 assert position == self.task.context
                 self._begin_anew(i)
         self._compute(tokens, np.full(count, position), list(range(count)), count)
-        return self._logits(count).copy()
+        logits = self._logits(count).copy()
+        return lambda: logits
 
     def job(self, prompts: list[list[int]]) -> int:
         """By continuous batching: prompts join as sequences end."""
@@ -431,18 +434,28 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
     tokens = task.decoded()[:batch]
     engine.start(batch)
 
-    def step(i: int) -> np.ndarray:
+    def begin(i: int) -> Callable[[], np.ndarray]:
         position = task.context + (i + question.get("first", 0)) % task.steps
         return engine.decode(tokens[:, position], position)
 
     if question["what"] == "check":
         following = tokens[:, task.context + 1 :]
-        found = np.stack([step(i) for i in range(question.get("steps", task.steps))])
+        found = np.stack([begin(i)() for i in range(question.get("steps", task.steps))])
         if path := question.get("logits"):
             np.save(path, found)
         return {"scores": [scores(each, following[:, i]) for i, each in enumerate(found)]}
-    step(0)  # caches of another engine's weights are nobody's step
-    return {"seconds": timed_steps(step, task.steps, question["seconds"])}
+    begin(0)()  # caches of another engine's weights are nobody's step
+    running = begin(0)
+
+    def step(i: int) -> None:
+        """As moejax generates: a step is begun before the last one is read."""
+        nonlocal running
+        last, running = running, begin(i + 1)
+        last()
+
+    seconds = timed_steps(step, task.steps, question["seconds"])
+    running()
+    return {"seconds": seconds}
 
 
 def scores(logits: np.ndarray, tokens: np.ndarray) -> list[float]:
