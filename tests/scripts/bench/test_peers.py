@@ -48,6 +48,27 @@ def test_tokens_are_those_of_a_text(tmp_path):
     assert np.array_equal(task.prefilled(), np.arange(1000, 1008))
 
 
+def test_a_step_is_begun_before_the_last_one_is_read():
+    """As moejax generates. As many are timed as without that."""
+    happened = []
+
+    class Recorded:
+        def start(self, batch):
+            assert batch == 1
+
+        def decode(self, tokens, position):
+            happened.append(("began", position))
+            return lambda: happened.append(("read", position))
+
+    task = Task("", 16, batch=1, context=4, steps=3)
+    question = {"what": "decode", "batch": 1, "seconds": 60, "first": 1}
+    assert len(answered(Recorded(), task, question)["seconds"]) == 3
+    once, (first, *timed) = happened[:2], happened[2:]
+    assert once == [("began", 5), ("read", 5)] and first == ("began", 5)
+    assert timed[:4] == [("began", 6), ("read", 5), ("began", 4), ("read", 6)]
+    assert timed[4:] == [("began", 5), ("read", 4), ("read", 5)]
+
+
 def test_models_and_texts_that_are_refused(tmp_path, capsys):
     assert main(["--text", "x"]) == 2 and "--text needs --model" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
