@@ -752,8 +752,7 @@ class Auto:
             # Each prompt that waits one step longer costs a step of prompts.
             rows = _wanted(state.spec, seen) - seen.running
             peak = max(peak, seen.kv_used + seen.kv_swapped + rows * _prompt_pages(state, seen))
-        settings = {"headroom": HEADROOM, "cap": state.cap, "dead": 1}
-        cap = peak_headroom(division, peak_pages=peak, **settings)
+        cap = peak_headroom(division, peak_pages=peak, headroom=HEADROOM, cap=state.cap, dead=1)
         if cap is None or 0 < cap - state.cap < DEAD:  # KV gets what it needs at once
             return state, _NOTHING
         before, state = state.cap, state._replace(cap=cap, fitted=True)
