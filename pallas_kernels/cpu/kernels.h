@@ -152,7 +152,7 @@ struct DrawnRow {
   float* scaled;               // −∞ where there is none
   uint32_t* bits;
 };
-constexpr int64_t kBucketBytes = 2 * (8 + 4) << 11;
+constexpr int64_t kBucketBytes = 2 * 8 << 11;
 
 // A row's log-probabilities: of `token`, of which `rank` are counted from 1, and of the `most`
 // likeliest.

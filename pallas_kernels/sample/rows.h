@@ -29,6 +29,22 @@ INLINE bool any_of(vi mask) {
 #endif
 }
 
+// Values of the lanes of a mask, and their places from `place` on, behind `listed` others.
+INLINE void list_lanes(vi mask, vf value, int64_t place, float* values, uint32_t* places, int64_t& listed) {
+#if defined(__AVX512F__) && MOEJAX_LANES == 16
+  const __mmask16 some = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+  store(values + listed, (vf)_mm512_maskz_compress_ps(some, (__m512)value));
+  store(places + listed, (vu)_mm512_maskz_compress_epi32(some, (__m512i)(lanes_of_row() + (int32_t)place)));
+  listed += __builtin_popcount(some);
+#else
+  if (!any_of(mask)) return;
+  for (int j = 0; j < L; j++) {
+    values[listed] = value[j], places[listed] = (uint32_t)(place + j);
+    listed -= mask[j];
+  }
+#endif
+}
+
 // Values [i, i + L) of a row; −inf behind its end.
 INLINE vf row_at(const float* x, int64_t i, int64_t n) {
   if (i + L <= n) return load<vf>(x + i);
@@ -175,21 +191,15 @@ struct Likely {
   }
 };
 
-// Tokens by the first bits of their distance: how many, and their mass.
+// Tokens by the first bits of their distance: how many, or their mass.
 struct Buckets {
-  static constexpr int kBits = 11;
-  uint64_t mass[2][1 << kBits];
-  uint32_t count[2][1 << kBits];
+  static constexpr int kBits = 11, kShift = 31 - kBits;
+  uint64_t of[2][1 << kBits];  // neighbours would wait for each other
+  INLINE uint64_t in(uint32_t bucket) const { return of[0][bucket] + of[1][bucket]; }
 };
 static_assert(sizeof(Buckets) == kBucketBytes, "scratch of DrawnRow");
 
 INLINE uint64_t whole(float mass) { return (uint64_t)(int64_t)(mass * 0x1p40f); }
-
-// Where the search over a row's distances is.
-struct Found {
-  uint32_t distance;
-  uint64_t mass;  // of all tokens up to it
-};
 
 struct LogitsRow {
   const float* x;
@@ -207,39 +217,37 @@ struct LogitsRow {
     return d;
   }
 
-  void fill_buckets() const {
+  void store_distances() const {
+    for (int64_t i = 0; i < n; i += L) store(distance + i, distance_of(scaled(i), i));
+  }
+
+  // Of tokens up to a limit.
+  template <bool counts>
+  void fill_buckets(uint32_t limit) const {
     memset(buckets, 0, sizeof *buckets);
-    float mass[kBlockOfRow];
-    for (int64_t first = 0; first < n; first += kBlockOfRow) {
-      const int64_t last = least(first + kBlockOfRow, n);
-      for (int64_t i = first; i < last; i += L) {
-        const vf s = scaled(i);
-        store(distance + i, distance_of(s, i));
-        store(mass + i - first, exponential(s));
-      }
-      for (int64_t i = first; i < last; i++) {
-        const uint32_t bucket = distance[i] >> (31 - Buckets::kBits);
-        buckets->mass[i % 2][bucket] += whole(mass[i - first]);
-        buckets->count[i % 2][bucket]++;
+    for (int64_t i = 0; i < n; i += L) {
+      const vu d = load<vu>(distance + i);
+      if (!any_of(d <= limit)) continue;
+      float mass[L];
+      if (!counts) store(mass, exponential(-as_float(d)));
+      for (int64_t j = 0; j < L; j++) {
+        if (distance[i + j] > limit) continue;  // or behind the row's end
+        buckets->of[j % 2][distance[i + j] >> Buckets::kShift] += counts ? 1 : whole(mass[j]);
       }
     }
   }
 
   // The smallest distance up to which there are `target` tokens, or that mass of them, of those up to
-  // a limit; infinity if there is less.
+  // a limit, which are in the buckets; infinity if there is less.
   template <bool counts>
-  Found farthest(double target, uint32_t limit) const {
-    constexpr int kShift = 31 - Buckets::kBits, kMore = kShift / 2;
-    if (target <= 0) return {0, 0};
-    uint64_t count = 0, mass = 0;
+  uint32_t farthest(double target, uint32_t limit) const {
+    constexpr int kShift = Buckets::kShift, kMore = kShift / 2;
+    if (target <= 0) return 0;
+    uint64_t sum = 0;
     uint32_t bucket = 0;
-    const uint32_t end = limit >> kShift;
-    for (;; bucket++) {
-      const uint64_t more = buckets->count[0][bucket] + buckets->count[1][bucket];
-      const uint64_t heavier = buckets->mass[0][bucket] + buckets->mass[1][bucket];
-      const bool reached = (double)(counts ? count + more : mass + heavier) >= target;
-      if (reached || bucket == end) break;
-      count += more, mass += heavier;
+    for (const uint32_t end = limit >> kShift; bucket < end; bucket++) {
+      if ((double)(sum + buckets->in(bucket)) >= target) break;
+      sum += buckets->in(bucket);
     }
     int64_t listed = 0;
     for (int64_t i = 0; i < n; i += L) {
@@ -253,54 +261,60 @@ struct LogitsRow {
     }
     uint32_t prefix = bucket;
     for (int shift = kMore; shift >= 0; shift -= kMore) {
-      uint64_t counted[1 << kMore] = {}, massed[1 << kMore] = {};
+      uint64_t found[1 << kMore] = {};
       for (int64_t i = 0; i < listed; i += L) {
         float held[L];
-        store(held, exponential(-as_float(load<vu>(list + i))));
+        if (!counts) store(held, exponential(-as_float(load<vu>(list + i))));
         for (int64_t j = i; j < i + L && j < listed; j++) {
           if (list[j] >> (shift + kMore) != prefix) continue;
-          counted[(list[j] >> shift) % (1 << kMore)]++;
-          massed[(list[j] >> shift) % (1 << kMore)] += whole(held[j - i]);
+          found[(list[j] >> shift) % (1 << kMore)] += counts ? 1 : whole(held[j - i]);
         }
       }
       uint32_t next = 0;
       for (;; next++) {
-        if (next == 1 << kMore) return {kInfinite, mass};  // all of them
-        if ((double)(counts ? count + counted[next] : mass + massed[next]) >= target) break;
-        count += counted[next], mass += massed[next];
+        if (next == 1 << kMore) return kInfinite;  // all of them
+        if ((double)(sum + found[next]) >= target) break;
+        sum += found[next];
       }
-      if (shift == 0) mass += massed[next];
       prefix = prefix << kMore | next;
     }
-    return {prefix, mass};
+    return prefix;
   }
 
   // The largest distance that top-k and top-p keep.
   uint32_t last(int64_t top_k, float top_p) const {
-    fill_buckets();
-    Found found = {kInfinite, 0};
-    for (uint32_t b = 0; b <= kInfinite >> (31 - Buckets::kBits); b++) {
-      found.mass += buckets->mass[0][b] + buckets->mass[1][b];
+    store_distances();
+    uint32_t limit = kInfinite;
+    if (top_k > 0) {
+      fill_buckets<true>(limit);
+      limit = farthest<true>((double)least(top_k, n), limit);
     }
-    if (top_k > 0) found = farthest<true>((double)least(top_k, n), kInfinite);
-    if (top_p >= 1) return found.distance;
-    const uint32_t by_p = farthest<false>((double)top_p * (double)found.mass, found.distance).distance;
-    return by_p < found.distance ? by_p : found.distance;
+    if (top_p >= 1) return limit;
+    fill_buckets<false>(limit);
+    uint64_t mass = 0;
+    for (uint32_t b = 0; b <= limit >> Buckets::kShift; b++) mass += buckets->in(b);
+    return least(limit, farthest<false>((double)top_p * (double)mass, limit));
   }
 
   void draw(uint32_t farthest, bool stored, const uint32_t* key, Likely& likely) const {
-    const vu lane = (vu)lanes_of_row();
-    for (int64_t i = 0; i < n; i += L) {
-      if (stored && !any_of(load<vu>(distance + i) <= farthest)) continue;
-      const vf s = scaled(i);
-      const vi kept = distance_of(s, i) <= farthest;
-      if (!any_of(kept & (s + kMostNoise > likely.bar))) continue;
-      const vu bits = random_bits(lane + (uint32_t)i, key);
-      const vf value = s + noise_of(bits);
-      if (!any_of(kept & (value > likely.bar))) continue;
-      for (int64_t j = 0; j < L; j++) {
-        if (kept[j] && value[j] > likely.bar) {
-          likely.add({value[j], s[j], bits[j], (int32_t)(i + j)});
+    float near[kBlockOfRow + L];
+    uint32_t id[kBlockOfRow + L];
+    for (int64_t first = 0; first < n; first += kBlockOfRow) {
+      // Few tokens are so near that noise could make them the largest; random bits are for those alone.
+      int64_t listed = 0;
+      for (int64_t i = first; i < least(first + kBlockOfRow, n); i += L) {
+        if (stored && !any_of(load<vu>(distance + i) <= farthest)) continue;
+        const vf s = scaled(i);
+        list_lanes((distance_of(s, i) <= farthest) & (s + kMostNoise > likely.bar), s, i, near, id, listed);
+      }
+      store(near + listed, splat(kMinus)), store(id + listed, vu{});
+      for (int64_t i = 0; i < listed; i += L) {
+        const vf s = load<vf>(near + i);
+        const vu bits = random_bits(load<vu>(id + i), key);
+        const vf value = s + noise_of(bits);
+        if (!any_of(value > likely.bar)) continue;
+        for (int64_t j = 0; j < L; j++) {
+          if (value[j] > likely.bar) likely.add({value[j], s[j], bits[j], (int32_t)id[i + j]});
         }
       }
     }
