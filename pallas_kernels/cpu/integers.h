@@ -435,13 +435,15 @@ void unit_sums(const Integers& as, const uint8_t* bytes, const int8_t* q, int64_
   }
 }
 
-// Scales as a record of 6-bit codes has them: bytes, of which kEach share a number.
+// Scales or minimums as a record has them: bytes, of which `each` share a number.
+template <class Byte, int64_t each>
 struct SharedScales {
-  static constexpr int64_t kEach = 16;
-  const int8_t* bytes;
+  const Byte* bytes;
   const float* numbers;
-  SharedScales operator+(int64_t i) const { return {bytes + i, numbers + i / kEach}; }
+  SharedScales operator+(int64_t i) const { return {bytes + i, numbers + i / each}; }
 };
+using Scales4 = SharedScales<uint8_t, 8>;  // of Q4_K
+using Scales6 = SharedScales<int8_t, 16>;  // of Q6_K
 
 // A vector V of scales.
 template <class V>
@@ -455,14 +457,18 @@ INLINE V scales_at(const uint16_t* p) {  // float16
 #endif
   return (V)_mm256_cvtph_ps(load<__m128i>(p));
 }
-template <class V>
-INLINE V scales_at(const SharedScales& p) {
+template <class V, class Byte, int64_t each>
+INLINE V scales_at(const SharedScales<Byte, each>& p) {
+  constexpr bool positive = std::is_unsigned<Byte>::value;
 #ifdef __AVX512F__
   if constexpr (sizeof(V) == 64) {
-    return __builtin_convertvector((vi)_mm512_cvtepi8_epi32(load<__m128i>(p.bytes)), V) * *p.numbers;
+    const __m128i some = load<__m128i>(p.bytes);
+    const vi bytes = (vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some));
+    const __m256 other = _mm256_set1_ps(p.numbers[each < L]);
+    return __builtin_convertvector(bytes, V) * (V)_mm512_insertf32x8(_mm512_set1_ps(*p.numbers), other, 1);
   } else
 #endif
-  return (V)times_bytes(false, (const uint8_t*)p.bytes, _mm256_set1_ps(*p.numbers));
+  return (V)times_bytes(positive, (const uint8_t*)p.bytes, _mm256_set1_ps(*p.numbers));
 }
 #endif
 
@@ -478,7 +484,7 @@ INLINE vw half_of(vf v) { return (vw)_mm512_extractf32x8_ps((__m512)v, half); }
 // scale of x, and += minimum · …, units ascending; then pairwise. Rows side by side, since each one's
 // sums wait for each other.
 template <Shift how, int R, class S>
-INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, const float* shift, int64_t scales_apart,
+INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S shift, int64_t scales_apart,
                       const float* x_scale, const float* x_sum, int64_t units, float* y) {
   vw lane[R][kUnitLanes / W] = {};
   // The units of a vector.
@@ -488,10 +494,10 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, c
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       V zeros = zero - V{}, minimum = {};
-      if (how == Shift::Zero) zeros += load<V>(shift + r * scales_apart + at);
+      if (how == Shift::Zero) zeros += scales_at<V>(shift + (r * scales_apart + at));
       const V whole = __builtin_convertvector(load<decltype(integers)>(sums + r * apart + at), V) - of_x * zeros;
       const V term = unfused(whole * (scales_at<V>(scale + (r * scales_apart + at)) * by));
-      if (how == Shift::Minimum) minimum = unfused(of_x * (load<V>(shift + r * scales_apart + at) * by));
+      if (how == Shift::Minimum) minimum = unfused(of_x * (scales_at<V>(shift + (r * scales_apart + at)) * by));
       vw& mine = lane[r][at / W % (kUnitLanes / W)];
       const auto add_half = [&](auto half) {
         mine += half_of<decltype(half)::value>(term);
@@ -520,7 +526,7 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, c
 }
 
 template <Shift how, class S>
-void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, S scale, const float* shift,
+void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, S scale, S shift,
                        int64_t scales_apart, const float* x_scale, const float* x_sum,
                        int64_t units, float* y) {
   if (rows == kRowsAtOnce) {
@@ -825,11 +831,13 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
                    : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, Floats> : sum_units_of_rows<Shift::Minimum, Floats>;
 #ifdef __F16C__
   // Scales that are used as the record has them: float16 that follow each other, or SharedScales.
-  const bool plain = c.group == c.unit && c.across == 1 && c.whole == Whole::None && as.shift == Shift::None && as.factor == 1;
-  const bool halves = plain && c.scale == ScaleType::F16 && !c.super && units % kUnitLanes == 0;
-  const bool shared = plain && c.scale == ScaleType::I8 && c.super == SharedScales::kEach && units % c.super == 0;
+  const bool plain = c.group == c.unit && c.across == 1 && c.whole == Whole::None && as.factor == 1;
+  const bool halves = plain && as.shift == Shift::None && c.scale == ScaleType::F16 && !c.super && units % kUnitLanes == 0;
+  const bool supers = plain && c.super && units % c.super == 0;
+  const bool shared4 = supers && as.shift == Shift::Minimum && c.scale == ScaleType::U8 && c.super == 8;
+  const bool shared6 = supers && as.shift == Shift::None && c.scale == ScaleType::I8 && c.super == 16;
 #else
-  constexpr bool halves = false, shared = false;
+  constexpr bool halves = false, shared4 = false, shared6 = false;
 #endif
   // sum(row, sums): of all tokens.
   const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
@@ -849,8 +857,11 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     for (int64_t r = 0; r < least(kScaledRows, rows); r++) ask_for_units(f, record, c, first + r);
     for (int64_t r = 0; r < rows; r += at_once) {
       const int64_t i = r % kScaledRows * apart, count = least(at_once, rows - r);
-      if (const int64_t some = least(kScaledRows, rows - r); !i && shared) {
-        widen(Type::F16, record + c.supers * n + (first + r) * units / c.super, some * units / c.super, scale);
+      if (const int64_t some = least(kScaledRows, rows - r); !i && (shared4 || shared6)) {
+        const int64_t at = (first + r) * units / c.super, count = some * units / c.super;
+        widen(Type::F16, record + c.supers * n + at, count, scale);
+        if (shared4) widen(Type::F16, record + c.min_supers * n + at, count, shift);
+        for (int64_t k = 0; shared4 && k < count; k++) shift[k] = -shift[k];
       } else if (!i && !halves) {
         units_of(f, record, matrix, as, first + r, some, scale, shift, raw);
       }
@@ -865,18 +876,23 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       }
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
-        const auto with = [&](auto sum_up, auto scales) {
-          sum_up(count, sums + t * room, tokens * room, as.zero, scales, shift + i, apart, to.scale[sixteen],
+        const auto with = [&](auto sum_up, auto scales, auto shifts) {
+          sum_up(count, sums + t * room, tokens * room, as.zero, scales, shifts, apart, to.scale[sixteen],
                  to.sum[sixteen], units, y + t * stride + r);
         };
 #ifdef __F16C__
-        const uint16_t* own = record + c.extra * n;
+        const uint16_t *own = record + c.extra * n, *own_shifts = record + c.shifts * n;
         const int64_t at = (first + r) * units;
-        if (halves) with(sum_units_of_rows<Shift::None, const uint16_t*>, own + at);
-        else if (shared) with(sum_units_of_rows<Shift::None, SharedScales>, SharedScales{(const int8_t*)own + at - i, scale} + i);
+        const auto scales4 = [=](const uint16_t* bytes, const float* numbers) {
+          return Scales4{(const uint8_t*)bytes + at - i, numbers} + i;
+        };
+        const Scales6 scales6 = Scales6{(const int8_t*)own + at - i, scale} + i;
+        if (halves) with(sum_units_of_rows<Shift::None, const uint16_t*>, own + at, own);
+        else if (shared4) with(sum_units_of_rows<Shift::Minimum, Scales4>, scales4(own, scale), scales4(own_shifts, shift));
+        else if (shared6) with(sum_units_of_rows<Shift::None, Scales6>, scales6, scales6);
         else
 #endif
-        with(add, (Floats)scale + i);
+        with(add, (Floats)scale + i, (Floats)shift + i);
       }
     }
   };
