@@ -801,6 +801,35 @@ INLINE void multiply_wide_block(const Integers& as, const IntegerBlock& b, const
   else multiply_wide_block<false>(as, b, x, tokens, out);
 }
 
+// Lane i of sixteen vectors, in vector i.
+INLINE void turn(v64 (&v)[16]) {
+  v64 a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // b[i + j]: words j, 4 + j, 8 + j and 12 + j of rows i to i + 3.
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {  // of each two 128 bits the first, or the second
+      const auto half = [&](int i) {
+        return odd ? _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd) : _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+      };
+      const v64 upper = half(j), lower = half(8 + j);
+      v[4 * odd + j] = _mm512_shuffle_i32x4(upper, lower, 0x88);
+      v[4 * odd + 8 + j] = _mm512_shuffle_i32x4(upper, lower, 0xdd);
+    }
+  }
+}
+
 // kOutputs rows of codes as a block has them.
 template <class K>
 void turn_wide_codes(const Integers& as, const IntegerRow* rows, int32_t* out) {

@@ -1510,18 +1510,16 @@ int64_t takes(const Format& f) {
 
 // ---- functions
 
-// exp(x); below −87.3 it is 0.
-INLINE vf exponential(vf x) {
+// exp(x) of x up to 88.3; below −87.3 it is 0.
+INLINE vf exponential_of_less(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to a whole number
-  vi tiny = x < splat(-87.3f);
-  x = x > splat(88.3f) ? splat(88.3f) : x;
-  x = tiny ? splat(-87.3f) : x;
-  vf shifted = x * 1.44269504f + magic;
-  vf n = shifted - magic;
-  vf p = exponential_over(x, n);
-  vu exponent = ((vu)shifted - (vu)magic + 127u) << 23;
-  return tiny ? vf{} : p * as_float(exponent);
+  const vf shifted = x * 1.44269504f + magic, p = exponential_over(x, shifted - magic);
+  const vu exponent = ((vu)shifted - (vu)magic + 127u) << 23;
+  return x < splat(-87.3f) ? vf{} : p * as_float(exponent);
 }
+
+// exp(x); of x above 88.3 that of 88.3.
+INLINE vf exponential(vf x) { return exponential_of_less(x > splat(88.3f) ? splat(88.3f) : x); }
 
 template <class F>
 INLINE void each(float* x, const float* y, int64_t n, F f) {

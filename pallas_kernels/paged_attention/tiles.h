@@ -1,10 +1,12 @@
 // Attention of rows of queries over a span of keys: included by kernels.cc, once for each instruction
-// set. Keys are turned, so that lanes are keys, and each word of a query meets all of them; of values
-// lanes are columns. A word is a pair of bfloat16 where a processor multiplies pairs, else a float.
+// set. A key is read where it lies, by whole vectors, and multiplied by blocks of rows; then lanes are
+// rows, which share the softmax, and of values columns. A word is a pair of bfloat16 where a processor
+// multiplies pairs, else a float.
 //
-// Contract 1: a score is one sum over the words of a key in ascending order, a column of a result one
-// over the words of the span's keys. What a row does not see has the weight 0, or is not there if a
-// value is not finite, so no result knows how many rows share a tile.
+// Contract 1: a score is the sum of a vector's lanes, each of which has the words of a key in ascending
+// order; a mass adds keys in halves; a column of a result is one sum over the words of the span's keys.
+// What a row does not see has the weight 0, or is not there if a value is not finite, so no result knows
+// how many rows share a block.
 #pragma once
 #include "seen.h"
 
@@ -21,11 +23,9 @@ constexpr int kTileVectors = 3;
 constexpr int kTileVectors = 2;
 #endif
 constexpr int64_t kAttendedRows = 64;
-constexpr int64_t kFewRows = 8;  // that pass a panel at once
-constexpr int64_t kFewWidth = 128;  // numbers of a query that the compiler counts on then
-constexpr int kStep = 4;  // words that a tile passes between two steps of an Ahead
-// While a row's scores become weights, and while some keys of few rows turn.
-constexpr int kSoftenSteps = 2, kTurnSteps = 4;
+constexpr int kBlockRows = L < 8 ? L : 8;  // whose scores are summed at once, at most
+constexpr int kPlaceRows = L == 16 ? 8 : 4;  // that meet values where they lie
+constexpr int kScoreSteps = 4;  // of an Ahead, while L scores are summed
 
 template <Type kind>
 constexpr bool in_pairs() {
@@ -47,37 +47,42 @@ INLINE vf add_word(vf total, vu w, uint32_t word) {
   return total + as_float(w) * splat(as_float(word));
 }
 
-// Asks for lines of rows, some at each step of products with panels in the first cache. That cache has room
-// for few requests: of more, as while keys turn, the processor forgets some.
+// Asks for lines of rows towards the second cache, some at each step of products. The first one has room for
+// few requests: the processor forgets some.
 struct Ahead {
   const void* const* rows;
-  int64_t at = 0, end, bytes, each, place = 0;
-  Ahead(const void* const* all, int64_t count, int64_t size, int64_t steps)
-      : rows(all), end(count), bytes(size), each((count * ((size + 63) / 64) + steps - 1) / steps) {}
-  INLINE void ask() {
-    __builtin_prefetch((const char*)rows[at] + place, 0, 3);
-    place += 64;
-    if (place >= bytes) place = 0, at++;
+  const char *line = nullptr, *stop = nullptr;
+  int64_t left, bytes, each;
+  Ahead(const AttendedSpan& s, int64_t steps) : rows(s.next), left(s.next_count), bytes(s.next_bytes) {
+    each = (left * ((bytes + 63) / 64) + steps - 1) / steps;
+    begin();
   }
-  INLINE void step() {
-    if (at == end) return;
-    for (int64_t i = 0; i < each && at < end; i++) ask();
+  void begin() {
+    if (left-- > 0) line = (const char*)*rows++, stop = line + bytes;
+    else each = 0;  // and the loop ends
   }
-  // A kStep-th of a step.
-  INLINE void step(int64_t part) {
-    for (int64_t i = part; i < each && at < end; i += kStep) ask();
+  INLINE void step(int64_t count = 1) {
+    for (int64_t i = 0; i < count * each; i++) {
+      __builtin_prefetch(line, 0, 2);
+      line += 64;
+      if (__builtin_expect(line >= stop, 0)) begin();
+    }
   }
 };
 
-// What products multiply, [word][vector][L]: get(u, w) gives the C vectors of word u, at most `most`; `rows`
-// pass at once. few: rows, so that memory is the limit, and is asked for a few lines at a time.
-template <bool few>
+// Weights [block][word][R rows], words [0, to) of which count.
+template <int R>
+struct Weights {
+  const uint32_t* words;
+  int64_t to;
+  INLINE Weights from(int64_t row) const { return {words + row / R * R * to + row % R, to}; }
+  INLINE uint32_t get(int64_t row, int64_t u) const { return words[u * R + row]; }
+};
+
+// What products multiply, [word][vector][L]: get(u, w) gives the C vectors of word u.
 struct Panel {
-  static constexpr int most = few ? 2 : kTileVectors, rows = few ? kFewRows : kTileRows;
-  static constexpr bool fine = few;
   const uint32_t* words;
   int64_t vectors;
-  INLINE Panel from(int64_t vector) const { return {words + vector * L, vectors}; }
   template <int C>
   INLINE void get(int64_t u, vu* w) const {
 #pragma GCC unroll 4
@@ -85,134 +90,36 @@ struct Panel {
   }
 };
 
-// a [row][word], words [0, to) of which count.
-struct Factors {
-  const uint32_t* words;
-  int64_t to, stride;
-};
-
-// With a stride that the compiler knows: eight rows need one register then.
-template <int64_t size>
-struct Dense {
-  const uint32_t* words;
-  int64_t to;
-  static constexpr int64_t stride = size;
-};
-
 // out[t][lane] += Σ_u a[t][u] · b[u][lane], u ascending, for T rows and C vectors of lanes.
 template <bool pairs, int T, int C, class Rows, class Words>
-INLINE void product(const Rows& a, int64_t row, const Words& b, float* out, int64_t stride, bool onto,
-                    Ahead& ahead) {
-  const uint32_t* words = a.words + row * a.stride;
-  const int64_t a_stride = a.stride, to = a.to;
+INLINE void product(const Rows& a, const Words& b, float* out, int64_t stride, Ahead& ahead) {
   vf total[T][C];
   for (int t = 0; t < T; t++) {
-    for (int c = 0; c < C; c++) total[t][c] = onto ? load<vf>(out + t * stride + c * L) : vf{};
+    for (int c = 0; c < C; c++) total[t][c] = load<vf>(out + t * stride + c * L);
   }
-  const auto add = [&](int64_t u) __attribute__((always_inline)) {
+  for (int64_t u = 0; u < a.to; u++) {
+    ahead.step();
     vu w[C];
     b.template get<C>(u, w);
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], words[t * a_stride + u]);
-    }
-  };
-  int64_t u = 0;
-  for (; u + kStep <= to; u += kStep) {
-    if (!Words::fine) ahead.step();
-#pragma GCC unroll 4
-    for (int i = 0; i < kStep; i++) {
-      if (Words::fine) ahead.step(i);
-      add(u + i);
+      for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], a.get(t, u));
     }
   }
-  for (; u < to; u++) add(u);
   for (int t = 0; t < T; t++) {
     for (int c = 0; c < C; c++) store(out + t * stride + c * L, total[t][c]);
   }
 }
 
-// Vectors of the next tile, of those that are left: no tile of one behind a whole one.
-INLINE int64_t tile_of(int64_t left, int64_t most) {
-  return most > 2 && left == most + 1 ? most - 1 : least(left, most);
-}
-
-// Steps of an Ahead while some rows pass some lanes.
-template <class Words>
-INLINE int64_t steps_of(int64_t rows, int64_t words, int64_t lanes) {
-  const int64_t tiles = (lanes / L + Words::most - 1) / Words::most;
-  return (rows + Words::rows - 1) / Words::rows * tiles * (words / kStep);
-}
-
-// Some vectors of lanes, and all rows.
-template <bool pairs, class Rows, class Words>
-void products(int64_t rows, const Rows& a, const Words& b, int64_t vectors, float* out, int64_t stride,
-              bool onto, Ahead& ahead) {
-  for (int64_t v = 0, tile; v < vectors; v += tile) {
-    tile = tile_of(vectors - v, Words::most);
-    chosen<1, Words::most>(tile, [&](auto lanes) {
-      constexpr int C = lanes.value;
-      for (int64_t t = 0; t < rows; t += Words::rows) {
-        chosen<1, Words::rows>(rows - t, [&](auto count) {
-          product<pairs, count.value, C>(a, t, b.from(v), out + t * stride + v * L, stride, onto, ahead);
-        });
-      }
+// Rows [first, last), T at once.
+template <bool pairs, int T, int C, class Rows, class Words>
+void products(int64_t first, int64_t last, const Rows& a, const Words& b, float* out, int64_t stride, Ahead& ahead) {
+  for (int64_t row = first; row < last; row += T) {
+    chosen<1, T>(last - row, [&](auto count) {
+      product<pairs, count.value, C>(a.from(row), b, out + row * stride, stride, ahead);
     });
   }
-}
-
-// L vectors of words, turned: lane i of all, in vector i.
-template <class V>
-INLINE void turn(V* v) {
-#if defined(__AVX512F__) && MOEJAX_LANES == 16
-  __m512i a[16], b[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
-  }
-  // b[i + j]: words j, 4 + j, 8 + j and 12 + j of rows i to i + 3.
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-#pragma GCC unroll 2
-    for (int odd = 0; odd < 2; odd++) {  // of each two 128 bits the first, or the second
-      const auto half = [&](int i) {
-        return odd ? _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd) : _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-      };
-      const __m512i upper = half(j), lower = half(8 + j);
-      v[4 * odd + j] = (V)_mm512_shuffle_i32x4(upper, lower, 0x88);
-      v[4 * odd + 8 + j] = (V)_mm512_shuffle_i32x4(upper, lower, 0xdd);
-    }
-  }
-#elif defined(__AVX2__) && MOEJAX_LANES == 8
-  __m256 a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
-    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44), b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    v[i] = (V)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
-    v[i + 4] = (V)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
-  }
-#else
-  vu out[L] = {};
-  for (int64_t i = 0; i < L; i++) {
-    for (int64_t j = 0; j < L; j++) out[j][i] = v[i][j];
-  }
-  for (int64_t i = 0; i < L; i++) v[i] = out[i];
-#endif
 }
 
 // 2·L elements of a row from `at` on: one vector of bfloat16, or two of floats.
@@ -227,41 +134,106 @@ INLINE void words_of(const void* row, int64_t at, int64_t n, vu* out) {
   }
 }
 
-// panel[word][key] of L · vectors keys of a span, from one on. whole: all keys are set, and their words
-// are whole vectors.
-template <Type kind, bool whole>
-void turn_keys(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel, Ahead& ahead) {
-  constexpr int parts = kind == Type::BF16 ? 1 : 2;
-  for (int64_t key = first; key < first + vectors * L; key += L) {
-    const void* rows[L];
-    for (int64_t i = 0; i < L; i++) {
-      rows[i] = whole || (key + i >= s.from && key + i < s.to) ? s.keys[key + i] : nullptr;
-    }
-    uint32_t* out = panel + key - first;
+// Vectors of the next tile, of those that are left: no tile of one behind a whole one.
+INLINE int64_t tile_of(int64_t left) {
+  return kTileVectors > 2 && left == kTileVectors + 1 ? kTileVectors - 1 : least(left, kTileVectors);
+}
+
+// The sums of the lanes of L vectors, all in one order.
+INLINE vf sums_of(vf* v) {
+#if defined(__AVX512F__) && MOEJAX_LANES == 16
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    v[i / 2] = (vf)_mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]) +
+               (vf)_mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    v[i / 2] = (vf)_mm512_unpacklo_pd((__m512d)v[i], (__m512d)v[i + 1]) +
+               (vf)_mm512_unpackhi_pd((__m512d)v[i], (__m512d)v[i + 1]);
+  }
+  const auto halves = [](vf a, vf b) {
+    return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
+  };
+  return halves(halves(v[0], v[1]), halves(v[2], v[3]));
+#elif defined(__AVX2__) && MOEJAX_LANES == 8
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    v[i / 2] = (vf)_mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]) +
+               (vf)_mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    v[i / 2] = (vf)_mm256_unpacklo_pd((__m256d)v[i], (__m256d)v[i + 1]) +
+               (vf)_mm256_unpackhi_pd((__m256d)v[i], (__m256d)v[i + 1]);
+  }
+  return (vf)_mm256_permute2f128_ps((__m256)v[0], (__m256)v[1], 0x20) +
+         (vf)_mm256_permute2f128_ps((__m256)v[0], (__m256)v[1], 0x31);
+#else
+  vf out = {};
+  for (int64_t i = 0; i < L; i++) out[i] = sum(v[i]);
+  return out;
+#endif
+}
+
+// Copies keys, and zeros for those that are not set and behind their ends.
+template <Type kind>
+void copy_keys(const AttendedSpan& s, const void** keys) {
+  uint32_t* out = s.scratch;
+  for (int64_t key = 0; key < kSpan; key++) {
+    keys[key] = out;
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
-      vu v[2][L];
-      if (s.rows < kTileRows) {  // most of the time goes here
-        for (int i = 0; i < kTurnSteps; i++) ahead.step();
-      }
-      for (int64_t i = 0; i < L; i++) {
-        vu mine[2] = {};
-        if (whole || rows[i]) words_of<kind>(rows[i], at, whole ? at + 2 * L : s.head_dim, mine);
-        for (int part = 0; part < parts; part++) v[part][i] = mine[part];
-      }
-      for (int part = 0; part < parts; part++) {
-        turn(v[part]);
-        if constexpr (kind == Type::BF16 && !in_pairs<kind>()) {
-          // Parted behind the turn: half the turns.
-          for (int64_t i = 0; i < L; i++) {
-            store(out + i * vectors * L, v[part][i] << 16);
-            store(out + (L + i) * vectors * L, v[part][i] & 0xffff0000u);
-          }
-          out += 2 * L * vectors * L;
-        } else {
-          for (int64_t i = 0; i < L; i++, out += vectors * L) store(out, v[part][i]);
+      vu words[2] = {};
+      if (key >= s.from && key < s.to) words_of<kind>(s.keys[key], at, s.head_dim, words);
+      for (int part = 0; part < (kind == Type::BF16 ? 1 : 2); part++, out += L) store(out, words[part]);
+    }
+  }
+}
+
+// Scores [key][row] of R rows of queries with keys of whole vectors.
+template <Type kind, int R>
+void score(const AttendedSpan& s, const void* const* keys, const float* q, float* scores, Ahead& ahead) {
+  constexpr int K = L / R;
+  for (int64_t first = 0; first < kSpan; first += K, scores += L) {
+    ahead.step(kScoreSteps);
+    vf total[L] = {};
+    for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
+      const auto key = [&](int64_t k, vu* out) __attribute__((always_inline)) {
+        words_of<kind>(keys[first + k], at, at + 2 * L, out);
+        if (kind == Type::BF16 && !in_pairs<kind>()) out[1] = out[0] & 0xffff0000u, out[0] = out[0] << 16;
+      };
+      const auto add = [&](vf& sum, const vu* words, int64_t row) __attribute__((always_inline)) {
+        const float* of = q + row * s.q_width + (in_pairs<kind>() ? at / 2 : at);
+#ifdef __AVX512BF16__
+        if constexpr (kind == Type::BF16) {
+          sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words[0], (__m512bh)load<vu>(of));
+          return;
+        }
+#endif
+        sum = sum + as_float(words[0]) * load<vf>(of);
+        sum = sum + as_float(words[1]) * load<vf>(of + L);
+      };
+      // Rows or keys, of which there are fewer, stay in registers.
+      if constexpr (R < K) {
+#pragma GCC unroll 16
+        for (int k = 0; k < K; k++) {
+          vu words[2];
+          key(k, words);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) add(total[k * R + r], words, r);
+        }
+      } else {
+        vu words[K][2];
+#pragma GCC unroll 16
+        for (int k = 0; k < K; k++) key(k, words[k]);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+          for (int k = 0; k < K; k++) add(total[k * R + r], words[k], r);
         }
       }
     }
+    store(scores, sums_of(total));
   }
 }
 
@@ -273,134 +245,168 @@ INLINE void join_rows(vu a, vu b, vu* out) {
 #endif
 }
 
-// panel[word of keys][column] of L · vectors columns from one on, in the order of totals. whole: all keys
-// are set, and columns are whole vectors.
+// Word u of keys with 2·L columns from `at` on, in the order of totals. whole: all keys are set, and columns
+// are whole vectors.
 template <Type kind, bool whole>
-void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
-  const auto row = [&](int64_t key, int64_t at, vu* out) {
+INLINE void value_words(const AttendedSpan& s, int64_t u, int64_t at, vu* out) {
+  const auto row = [&](int64_t key, vu* out) __attribute__((always_inline)) {
     out[0] = out[1] = vu{};
     if (whole || (key >= s.from && key < s.to)) {
       words_of<kind>(s.values[key], at, whole ? at + 2 * L : s.value_dim, out);
     }
   };
-  for (int64_t key = 0; key < kSpan; key += in_pairs<kind>() ? 2 : 1) {
+  if constexpr (in_pairs<kind>()) {
+    vu a[2], b[2];
+    row(2 * u, a), row(2 * u + 1, b);
+    join_rows(a[0], b[0], out);
+  } else {
+    row(u, out);
+    if (kind == Type::BF16) out[1] = out[0] & 0xffff0000u, out[0] = out[0] << 16;
+  }
+}
+
+// 2·L columns of values where they lie.
+template <Type kind>
+struct InPlace {
+  const AttendedSpan& span;
+  int64_t at;
+  template <int C>
+  INLINE void get(int64_t u, vu* w) const {
+    value_words<kind, true>(span, u, at, w);
+  }
+};
+
+// panel[word of keys][column] of L · vectors columns from one on.
+template <Type kind, bool whole>
+void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t* panel) {
+  for (int64_t u = 0; u < kSpan / (in_pairs<kind>() ? 2 : 1); u++) {
     for (int64_t at = first; at < first + vectors * L; at += 2 * L, panel += 2 * L) {
-      vu a[2], b[2];
-      row(key, at, a);
-      if constexpr (in_pairs<kind>()) {
-        row(key + 1, at, b);
-        join_rows(a[0], b[0], a);
-      } else if constexpr (kind == Type::BF16) {
-        a[1] = a[0] & 0xffff0000u, a[0] = a[0] << 16;
-      }
-      store(panel, a[0]), store(panel + L, a[1]);
+      vu words[2];
+      value_words<kind, whole>(s, u, at, words);
+      store(panel, words[0]), store(panel + L, words[1]);
     }
   }
 }
 
-typedef uint16_t vs __attribute__((vector_size(2 * MOEJAX_LANES)));
-
-// A row's scores become weights, as words; its result so far shrinks where the largest grows.
-template <bool pairs>
-INLINE void soften(const AttendedSpan& s, int64_t row, float* scores) {
-  const int32_t first = s.first[row], end = s.end[row];
-  vi lane;
-  for (int i = 0; i < L; i++) lane[i] = i;
-  const float before = s.top[row];
-  vf best = splat(before), part = {};
-  const bool whole = first <= 0 && end >= kSpan;
-  for (int64_t i = 0; i < kSpan; i += L) {
-    const vi key = lane + (int32_t)i;
-    vf seen = load<vf>(scores + i) * s.scale;
+// Scores [key][row] of R rows from one on become weights [word][row]; the rows' results so far shrink where
+// their largest score grows.
+template <Type kind, int R>
+void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights) {
+  constexpr int64_t K = L / R, all = kSpan * R, part = all / 4;
+  const int64_t count = least(R, s.rows - row);
+  float before[L] = {}, top[L];
+  for (int64_t i = 0; i < L; i++) before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
+  vf best = load<vf>(before);
+  vi key, first = {}, end = {};
+  for (int64_t i = 0; !whole && i < L; i++) {
+    key[i] = (int32_t)(i / R);
+    if (i % R < count) first[i] = s.first[row + i % R], end[i] = s.end[row + i % R];
+  }
+  for (int64_t i = 0; i < all; i += L, key += (int32_t)K) {
+    vf seen = unfused(load<vf>(scores + i) * s.scale);
     if (!whole) seen = ((key >= first) & (key < end)) ? seen : splat(-__builtin_inff());
     best = seen > best ? seen : best;
     store(scores + i, seen);
   }
-  const float top = joined(best, [](auto a, auto b) { return b > a ? b : a; });
-  const float safe = top == -__builtin_inff() ? 0 : top;
-  for (int64_t i = 0; i < kSpan; i += L) {
-    const vf p = exponential(load<vf>(scores + i) - safe);
-    part = part + p;
-    if (s.type == Type::BF16) {
-      const vu bits = (vu)p, even = bits + 0x7fffu + ((bits >> 16) & 1u);
-      if constexpr (pairs) store((uint16_t*)scores + i, __builtin_convertvector(even >> 16, vs));
-      else store(scores + i, as_float(even & 0xffff0000u));
-    } else {
-      store(scores + i, p);
+  store(top, best);
+  for (int64_t half = L / 2; half >= R; half /= 2) {
+    for (int64_t i = 0; i < half; i++) top[i] = top[i + half] > top[i] ? top[i + half] : top[i];
+  }
+  for (int64_t i = R; i < L; i++) top[i] = top[i - R];
+  best = load<vf>(top);
+  const vf safe = best == -__builtin_inff() ? vf{} : best;
+  vf sums[part / L];
+  for (int64_t i = 0; i < part; i += L) {
+    vf p[4];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < 4; j++) {
+      float* at = scores + i + j * part;
+      p[j] = exponential_of_less(load<vf>(at) - safe);
+      const vu bits = (vu)p[j], even = bits + 0x7fffu + ((bits >> 16) & 1u);
+      store(at, kind == Type::BF16 ? as_float(even & 0xffff0000u) : p[j]);
     }
+    sums[i / L] = (p[0] + p[2]) + (p[1] + p[3]);
+  }
+  for (int64_t half = part / L / 2; half; half /= 2) {
+    for (int64_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
+  }
+  float mass[L];
+  store(mass, sums[0]);
+  for (int64_t half = L / 2; half >= R; half /= 2) {
+    for (int64_t i = 0; i < half; i++) mass[i] += mass[i + half];
   }
   if (s.type == Type::F16) {
-    uint16_t rounded[kSpan];
-    narrow(s.type, scores, kSpan, rounded);
-    widen(s.type, rounded, kSpan, scores);
+    uint16_t rounded[all];
+    narrow(s.type, scores, all, rounded);
+    widen(s.type, rounded, all, scores);
   }
-  if (top != before) {
-    const float shrink = exponential(splat(before - safe))[0];
-    float* total = s.total + row * s.width;
-    for (int64_t i = 0; i < s.width; i += L) store(total + i, load<vf>(total + i) * shrink);
-    s.mass[row] *= shrink, s.top[row] = top;
+  constexpr int64_t keys = in_pairs<kind>() ? 2 : 1;  // of a word
+  for (int64_t u = 0; u < kSpan / keys; u++) {
+    for (int64_t r = 0; r < R; r++) {
+      const uint32_t low = as_bits(scores[keys * u * R + r]);
+      weights[u * R + r] = keys == 2 ? low >> 16 | as_bits(scores[(2 * u + 1) * R + r]) : low;
+    }
   }
-  s.mass[row] += sum(part);
+  const vf shrink = exponential_of_less(load<vf>(before) - safe);
+  for (int64_t i = 0; i < count; i++) {
+    if (top[i] != before[i]) {
+      float* total = s.total + (row + i) * s.width;
+      for (int64_t at = 0; at < s.width; at += L) store(total + at, load<vf>(total + at) * shrink[i]);
+      s.mass[row + i] = unfused(s.mass[row + i] * shrink[i]), s.top[row + i] = top[i];
+    }
+    s.mass[row + i] += mass[i];
+  }
 }
 
-// A panel has a tile or two of vectors: it stays in the first cache while all rows pass.
-template <Type kind>
-void attend_as(const AttendedSpan& s) {
+// R rows of a block. A panel has a tile or two of vectors: it stays in the first cache while all rows pass.
+template <Type kind, int R>
+void attend_rows(const AttendedSpan& s) {
   constexpr bool pairs = in_pairs<kind>();
-  constexpr int64_t kAtOnce = 64;
-  constexpr int64_t weights = pairs ? kSpan / 2 : kSpan;  // words
-  const auto whole = [](int64_t n) { return (n + 2 * L - 1) / (2 * L) * (2 * L); };
-  const int64_t columns = whole(s.value_dim), words = whole(s.head_dim) / (pairs ? 2 : 1);
-  const bool set = s.from == 0 && s.to == kSpan, whole_keys = set && s.head_dim % (2 * L) == 0;
+  constexpr int64_t words = pairs ? kSpan / 2 : kSpan, block = 2 * L;
+  const int64_t columns = (s.value_dim + block - 1) / block * block;
+  const bool set = s.from == 0 && s.to == kSpan, whole_keys = set && s.head_dim % block == 0;
   const bool whole_values = set && columns == s.value_dim;
-  const bool few = pairs && s.rows <= kFewRows, few_wide = few && s.q_width == kFewWidth;
-  const auto steps_with = [&](int64_t words, int64_t lanes, bool few) {
-    return few ? steps_of<Panel<true>>(s.rows, words, lanes) : steps_of<Panel<false>>(s.rows, words, lanes);
-  };
-  const int64_t turned = s.rows < kTileRows ? kSpan / L * (whole(s.head_dim) / (2 * L)) * kTurnSteps : 0;
-  const int64_t steps = turned + s.rows * kSoftenSteps + steps_with(words, kSpan, few_wide) +
-                        steps_with(weights, columns, few);
-  Ahead ahead(s.next, s.next_count, s.next_bytes, steps);
-  alignas(64) float scores[kAtOnce * kSpan];
   // 0 times such a value is NaN: rows must not meet values that they do not see.
-  const bool alone = !seen_by_all(s) && !is_finite<kind>(s);
-  const int64_t at_once = alone ? 1 : kAtOnce;
-  for (int64_t row = 0; row < s.rows; row += at_once) {
-    const int64_t count = least(at_once, s.rows - row);
-    const uint32_t* q = (const uint32_t*)(s.q + row * s.q_width);
-    for (int64_t key = 0, vectors; key < kSpan; key += vectors * L) {
-      vectors = tile_of((kSpan - key) / L, kTileVectors);
-      if (whole_keys) turn_keys<kind, true>(s, key, vectors, s.scratch, ahead);
-      else turn_keys<kind, false>(s, key, vectors, s.scratch, ahead);
-      float* out = scores + key;
-      if constexpr (pairs) {
-        if (few_wide) {
-          const Panel<true> panel = {s.scratch, vectors};
-          products<pairs>(count, Dense<kFewWidth>{q, words}, panel, vectors, out, kSpan, false, ahead);
-          continue;
-        }
-      }
-      const Panel<false> panel = {s.scratch, vectors};
-      products<pairs>(count, Factors{q, words, s.q_width}, panel, vectors, out, kSpan, false, ahead);
+  const bool all = seen_by_all(s), alone = !all && !is_finite<kind>(s);
+  const bool in_place = whole_values && !alone && s.rows <= R;
+  const int64_t blocks = (s.rows + R - 1) / R, tile = in_place ? kPlaceRows : kTileRows;
+  const int64_t tiles = (s.rows + tile - 1) / tile * (columns / L / (in_place ? 2 : kTileVectors));
+  Ahead ahead(s, blocks * (kSpan * R / L) * kScoreSteps + tiles * words);
+  // Keys that lie whole pages apart share a few sets of the first cache, where several blocks would look for them.
+  const void* copied[kSpan];
+  const bool where_they_lie = whole_keys && s.rows <= R;
+  if (!where_they_lie) copy_keys<kind>(s, copied);
+  const void* const* keys = where_they_lie ? s.keys : copied;
+  uint32_t weights[kAttendedRows * words];
+  for (int64_t row = 0; row < s.rows; row += R) {
+    alignas(64) float scores[kSpan * R];
+    score<kind, R>(s, keys, s.q + row * s.q_width, scores, ahead);
+    soften<kind, R>(s, row, set && all, scores, weights + row * words);
+  }
+  const Weights<R> p = {weights, words};
+  if (in_place) {
+    for (int64_t at = 0; at < columns; at += block) {
+      const InPlace<kind> values = {s, at};
+      products<pairs, R < kPlaceRows ? R : kPlaceRows, 2>(0, s.rows, p, values, s.total + at, s.width, ahead);
     }
-    for (int64_t i = 0; i < count; i++) {
-      for (int j = 0; j < kSoftenSteps; j++) ahead.step();
-      if (s.first[row + i] < s.end[row + i]) soften<pairs>(s, row + i, scores + i * kSpan);
-      else memset(scores + i * kSpan, 0, kSpan * 4);
-    }
-    float* total = s.total + row * s.width;
-    const Dense<kSpan> p = {(const uint32_t*)scores, weights};
+    return;
+  }
+  const int64_t rows = alone ? 1 : s.rows;
+  for (int64_t row = 0; row < s.rows; row += rows) {
     AttendedSpan seen = s;
     if (alone) seen.from = s.first[row], seen.to = s.end[row];
     for (int64_t at = 0, vectors; at < columns; at += vectors * L) {
       vectors = least(2 * kTileVectors, (columns - at) / L);
       if (whole_values && !alone) lay_values<kind, true>(seen, at, vectors, s.scratch);
       else lay_values<kind, false>(seen, at, vectors, s.scratch);
-      const auto multiply_values = [&](auto panel) {
-        products<pairs>(count, p, panel, vectors, total + at, s.width, true, ahead);
-      };
-      if (few) multiply_values(Panel<pairs>{s.scratch, vectors});
-      else multiply_values(Panel<false>{s.scratch, vectors});
+      for (int64_t v = 0, some; v < vectors; v += some) {
+        some = tile_of(vectors - v);
+        chosen<1, kTileVectors>(some, [&](auto count) {
+          const Panel panel = {s.scratch + v * L, vectors};
+          products<pairs, R < kTileRows ? R : kTileRows, count.value>(row, row + rows, p, panel, s.total + at + v * L,
+                                                                     s.width, ahead);
+        });
+      }
     }
   }
 }
@@ -441,12 +447,28 @@ void attended(Type kind, const float* total, int64_t n, float* out) {
 }
 
 void pack_queries(Type type, const void* const* rows, int64_t count, int64_t n, float* out) {
-  for (int64_t i = 0; i < count; i++) pack(type, rows[i], n, out + i * padded(n));
+  const int64_t width = padded(n), whole = (count + kBlockRows - 1) / kBlockRows * kBlockRows;
+  for (int64_t i = 0; i < count; i++) pack(type, rows[i], n, out + i * width);
+  memset(out + count * width, 0, (whole - count) * width * 4);
+}
+
+template <Type kind>
+void attend_as(const AttendedSpan& s) {
+  if (s.rows == 1) attend_rows<kind, 1>(s);
+  else if (s.rows == 2) attend_rows<kind, 2>(s);
+  else if (s.rows <= 4) attend_rows<kind, 4>(s);
+  else attend_rows<kind, kBlockRows>(s);
 }
 
 void attend(const AttendedSpan& s) {
-  if (kind_of(s.type) == Type::BF16) attend_as<Type::BF16>(s);
-  else attend_as<Type::F32>(s);
+  AttendedSpan some = s;
+  for (int64_t row = 0; row < s.rows; row += kAttendedRows, some.next_count = 0) {  // AMX's tasks have more rows
+    some.rows = least(kAttendedRows, s.rows - row), some.first = s.first + row, some.end = s.end + row;
+    some.q = s.q + row * s.q_width, some.total = s.total + row * s.width;
+    some.top = s.top + row, some.mass = s.mass + row;
+    if (kind_of(s.type) == Type::BF16) attend_as<Type::BF16>(some);
+    else attend_as<Type::F32>(some);
+  }
 }
 
 }  // namespace

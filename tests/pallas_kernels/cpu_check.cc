@@ -740,7 +740,8 @@ void check_attention(const Kernels& k) {
   Threads pool;
   Attention c = {};
   c.type = any_type();
-  c.kv_heads = pick(1, 3), c.heads = c.kv_heads * pick(1, 5), c.head_dim = pick(1, 70);
+  c.kv_heads = pick(1, 3), c.heads = c.kv_heads * pick(1, 9);
+  c.head_dim = pick(0, 1) ? pick(1, 70) : 32 * pick(1, 2);  // whole vectors are read where they lie
   if (c.kv_heads == 1 && pick(0, 1)) c.latent = pick(1, c.head_dim);
   c.block_size = 16 << pick(0, 2), c.window = pick(0, 1) ? pick(1, 90) : 0, c.scale = 0.3f;
   c.blocks = pick(1, 192 / c.block_size), c.sequences = 1, c.split = pick(0, 2);
