@@ -11,6 +11,7 @@ the median time of all layers, its quartiles, the processor time of all threads,
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from moejax.costs.rates import measure_memory_rate
 from moejax.errors import UserError
+from pallas_kernels.cpu.arena import ArenaMemory
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import (
@@ -52,7 +54,8 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     blocks = -(-tokens // PAGE.block_size)
     rows = LAYERS * PAGE.rows_per_layer
     drawn = random.standard_normal((blocks * rows, HEAD_DIM), np.float32)
-    arena = jax.lax.bitcast_convert_type(jnp.asarray(drawn, jnp.bfloat16), jnp.uint16)
+    memory = ArenaMemory(blocks * rows, HEAD_DIM)  # in huge pages, as an engine's
+    memory.view()[:] = jax.lax.bitcast_convert_type(jnp.asarray(drawn, jnp.bfloat16), jnp.uint16)
     table = jnp.asarray(random.permutation(blocks) * rows, jnp.int32)[None]
     options = AttentionOptions(PAGE, implementation="cpu")
 
@@ -78,7 +81,8 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         return jnp.asarray(random.standard_normal((count, HEADS, HEAD_DIM)), jnp.bfloat16)
 
     one, many = queries(1), queries(min(CHUNK, tokens))
-    return lambda: decode(one, arena, table), lambda: prefill(many, arena, table)
+    on = functools.partial(memory.on, jax.devices()[0])
+    return lambda: decode(one, on(), table), lambda: prefill(many, on(), table)
 
 
 def measured(
