@@ -23,22 +23,6 @@ INLINE __mmask32 elements_at(int64_t at, int64_t n) {
   return n - at >= kChunk ? 0xffffffffu : (1u << (n - at)) - 1;
 }
 
-// Asks for the next span's lines towards the second cache, some at each step.
-struct Lines {
-  const void* const* rows;
-  int64_t left, bytes, each, place = 0;
-  Lines(const AttendedSpan& s, int64_t steps) : rows(s.next), left(s.next_count), bytes(s.next_bytes) {
-    each = (left * ((bytes + 63) / 64) + steps - 1) / steps;
-  }
-  INLINE void step() {
-    for (int64_t i = 0; i < each && left; i++) {
-      __builtin_prefetch((const char*)*rows + place, 0, 2);
-      place += 64;
-      if (place >= bytes) place = 0, rows++, left--;
-    }
-  }
-};
-
 void pack_queries(Type type, const void* const* rows, int64_t count, int64_t n, float* out) {
   if (type != Type::BF16) return kernels_avx512bf16.pack_queries(type, rows, count, n, out);
   for (int64_t first = 0; first < count; first += kSide) {
@@ -104,7 +88,7 @@ struct KeyTiles {
 };
 
 // scores[key][query] of turned queries, as many as tiles 0 to 3 and 5 have. Lines of a key follow each other.
-void score(const KeyTiles& keys, const char* q, float* scores, int64_t apart, Lines& ahead) {
+void score(const KeyTiles& keys, const char* q, float* scores, int64_t apart, Ahead& ahead) {
 #define SCORE(side)                                    \
   _tile_zero(side);                                    \
   for (int64_t c = 0; c < keys.chunks; c++) {          \
@@ -133,7 +117,7 @@ INLINE vf weight_of(vf x) {
 // Scores [key][query] of up to 16 rows become weights [query][key], two tiles; the rows' results so far shrink
 // where their largest score grows.
 __attribute__((noinline)) void soften(const AttendedSpan& s, int64_t row, int64_t count, float* scores, char* weights,
-                                      Lines& ahead) {
+                                      Ahead& ahead) {
   const __mmask16 rows = (__mmask16)((1u << count) - 1);
   const vf none = splat(-__builtin_inff());
   const vf before = (vf)_mm512_mask_loadu_ps((__m512)none, rows, s.top + row);
@@ -185,7 +169,7 @@ __attribute__((noinline)) void soften(const AttendedSpan& s, int64_t row, int64_
 
 // The same of one row, whose scores lie side by side.
 __attribute__((noinline)) void soften_one(const AttendedSpan& s, int64_t row, const float* scores, char* weights,
-                                          Lines& ahead) {
+                                          Ahead& ahead) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const vf none = splat(-__builtin_inff());
   const float before = s.top[row];
@@ -216,7 +200,7 @@ __attribute__((noinline)) void soften_one(const AttendedSpan& s, int64_t row, co
 }
 
 // panel[columns][half of the keys][pair of keys]: tiles of 16 columns, in the order of tiles.h's totals.
-void lay_values(const AttendedSpan& s, int64_t from, int64_t to, char* panel, Lines& ahead) {
+void lay_values(const AttendedSpan& s, int64_t from, int64_t to, char* panel, Ahead& ahead) {
   const auto row = [&](int64_t key, int64_t at) {
     if (key < from || key >= to) return _mm512_setzero_si512();
     return _mm512_maskz_loadu_epi16(elements_at(at, s.value_dim), (const uint16_t*)s.values[key] + at);
@@ -252,7 +236,7 @@ void attend(const AttendedSpan& s) {
   if (s.type != Type::BF16) return kernels_avx512bf16.attend(s);
   const int64_t groups = (s.rows + kSide - 1) / kSide;
   char *key_panel = (char*)s.scratch, *value_panel = key_panel + chunks_of(s.head_dim) * kKeyTiles * kTile;
-  Lines ahead(s, kSpan / 2 + groups * (kSpan / 2 + kKeyTiles * chunks_of(s.head_dim)));
+  Ahead ahead(s, kSpan / 2 + groups * (kSpan / 2 + kKeyTiles * chunks_of(s.head_dim)));
   const bool alone = !seen_by_all(s) && !is_finite<Type::BF16>(s);
   const KeyTiles keys(s, key_panel, s.rows > kInPlace);
   if (!alone) lay_values(s, s.from, s.to, value_panel, ahead);

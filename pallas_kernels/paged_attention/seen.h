@@ -1,4 +1,4 @@
-// What rows of queries see of a span of keys: included by tiles.h and amx.h.
+// What rows of queries see of a span of keys, and what they ask for: included by tiles.h and amx.h.
 #pragma once
 
 namespace moejax {
@@ -24,6 +24,29 @@ INLINE bool seen_by_all(const AttendedSpan& s) {
   }
   return true;
 }
+
+// Asks for the next span's lines towards the second cache, some at each step. The first one has room for few
+// requests: the processor forgets some.
+struct Ahead {
+  const void* const* rows;
+  const char *line = nullptr, *stop = nullptr;
+  int64_t left, bytes, each;
+  Ahead(const AttendedSpan& s, int64_t steps) : rows(s.next), left(s.next_count), bytes(s.next_bytes) {
+    each = (left * ((bytes + 63) / 64) + steps - 1) / steps;
+    begin();
+  }
+  void begin() {
+    if (left-- > 0) line = (const char*)*rows++, stop = line + bytes;
+    else each = 0;  // and the loop ends
+  }
+  INLINE void step(int64_t count = 1) {
+    for (int64_t i = 0; i < count * each; i++) {
+      __builtin_prefetch(line, 0, 2);
+      line += 64;
+      if (__builtin_expect(line >= stop, 0)) begin();
+    }
+  }
+};
 
 }  // namespace
 }  // namespace moejax

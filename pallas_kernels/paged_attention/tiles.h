@@ -47,29 +47,6 @@ INLINE vf add_word(vf total, vu w, uint32_t word) {
   return total + as_float(w) * splat(as_float(word));
 }
 
-// Asks for lines of rows towards the second cache, some at each step of products. The first one has room for
-// few requests: the processor forgets some.
-struct Ahead {
-  const void* const* rows;
-  const char *line = nullptr, *stop = nullptr;
-  int64_t left, bytes, each;
-  Ahead(const AttendedSpan& s, int64_t steps) : rows(s.next), left(s.next_count), bytes(s.next_bytes) {
-    each = (left * ((bytes + 63) / 64) + steps - 1) / steps;
-    begin();
-  }
-  void begin() {
-    if (left-- > 0) line = (const char*)*rows++, stop = line + bytes;
-    else each = 0;  // and the loop ends
-  }
-  INLINE void step(int64_t count = 1) {
-    for (int64_t i = 0; i < count * each; i++) {
-      __builtin_prefetch(line, 0, 2);
-      line += 64;
-      if (__builtin_expect(line >= stop, 0)) begin();
-    }
-  }
-};
-
 // Weights [block][word][R rows], words [0, to) of which count.
 template <int R>
 struct Weights {
@@ -297,7 +274,7 @@ void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint3
   float before[L] = {}, top[L];
   for (int64_t i = 0; i < L; i++) before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
   vf best = load<vf>(before);
-  vi key, first = {}, end = {};
+  vi key = {}, first = {}, end = {};
   for (int64_t i = 0; !whole && i < L; i++) {
     key[i] = (int32_t)(i / R);
     if (i % R < count) first[i] = s.first[row + i % R], end[i] = s.end[row + i % R];
