@@ -1,6 +1,12 @@
 #include "pallas_kernels/cpu/workers.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <memory>
 #include <system_error>
@@ -30,7 +36,41 @@ struct Lock {
   std::atomic_flag& flag;
 };
 
+#if defined(__linux__)
+// A thread that sleeps wakes on the core on which it fell asleep, and of few cores that have been busy Linux looks for
+// no idle one: both threads of a step had one of two cores until they were balanced, 1 to 4 ms later. So it wakes on
+// another core than its waker's, and then may run where it might before.
+struct Cores {
+  pthread_t thread = pthread_self();
+  cpu_set_t allowed;
+  bool narrowed = false;
+
+  void leave_mine() {
+    const int mine = sched_getcpu();
+    if (mine < 0 || mine >= CPU_SETSIZE || pthread_getaffinity_np(thread, sizeof allowed, &allowed)) return;
+    cpu_set_t others = allowed;
+    CPU_CLR(mine, &others);
+    narrowed = CPU_COUNT(&others) && !pthread_setaffinity_np(thread, sizeof others, &others);
+  }
+  void widen() {
+    if (narrowed) pthread_setaffinity_np(thread, sizeof allowed, &allowed);
+  }
+};
+#else
+struct Cores {
+  void leave_mine() {}
+  void widen() {}
+};
+#endif
+
 }  // namespace
+
+struct Workers::Sleeper {
+  Sleeper* next;
+  bool woken = false;
+  std::condition_variable wake;
+  Cores cores;
+};
 
 Workers& Workers::of(int64_t threads) {
   static auto* const workers = new Workers();
@@ -64,11 +104,16 @@ void Workers::schedule(void (*run)(void*), void* data) {
     *last_ = work;
     last_ = &work->next;
     // A thread that stops looking sees queued_ before it sleeps.
-    wakes = ++queued_ > looking_ && asleep_ > 0;
+    wakes = ++queued_ > looking_ && asleep_;
   }
   if (wakes) {
     std::lock_guard<std::mutex> guard(mutex_);
-    wake_.notify_one();
+    if (Sleeper* const sleeper = asleep_) {
+      asleep_ = sleeper->next;
+      sleeper->cores.leave_mine();
+      sleeper->woken = true;
+      sleeper->wake.notify_one();
+    }
   }
 }
 
@@ -96,9 +141,12 @@ void Workers::work() {
     } else {
       looking_--;
       std::unique_lock<std::mutex> lock(mutex_);
-      asleep_++;
-      wake_.wait(lock, [this] { return queued_ > 0; });
-      asleep_--;
+      Sleeper me{asleep_};
+      asleep_ = &me;
+      if (queued_ > 0) asleep_ = me.next;
+      else me.wake.wait(lock, [&] { return me.woken; });
+      lock.unlock();
+      me.cores.widen();
     }
   }
 }

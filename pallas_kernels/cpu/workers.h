@@ -5,7 +5,6 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -49,18 +48,19 @@ class Workers {
     uint64_t mode;
     Work* next;
   };
+  struct Sleeper;  // a thread that sleeps
   void start(int64_t threads);
   void work();
   Work* take();  // or none; of a thread that looks, which then does not
 
-  std::atomic<int64_t> started_{0}, queued_{0}, looking_{0}, asleep_{0};
+  std::atomic<int64_t> started_{0}, queued_{0}, looking_{0};
   std::atomic_flag locked_ = ATOMIC_FLAG_INIT;  // of the list of works, which has queued_
   Work* first_ = nullptr;
   Work** last_ = &first_;  // where the next one's address goes
-  std::mutex mutex_;  // of starts, and of falling asleep
+  std::mutex mutex_;  // of starts, of falling asleep and of waking
+  std::atomic<Sleeper*> asleep_{nullptr};  // the last one that fell asleep
   std::chrono::steady_clock::time_point refused_;  // when the system last refused a thread
   std::exception_ptr refusal_;
-  std::condition_variable wake_;
 };
 
 }  // namespace moejax

@@ -43,8 +43,11 @@ WORKERS = CHECKS / "workers_check.cc", build.HERE / "workers.cc"
 
 MUTANTS = {
     "threads that sleep are not woken": (
-        *(WORKERS, WORKERS[1], "wakes = ++queued_ > looking_ && asleep_ > 0;"),
+        *(WORKERS, WORKERS[1], "wakes = ++queued_ > looking_ && asleep_;"),
         "wakes = ++queued_ < 0;",
+    ),
+    "threads stay off their waker's core": (
+        *(WORKERS, WORKERS[1], "      me.cores.widen();\n", ""),
     ),
     "threads compute by their own modes": (
         *(WORKERS, WORKERS[1], "      set_float_mode(work->mode);\n", ""),

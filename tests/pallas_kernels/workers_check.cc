@@ -1,6 +1,9 @@
 // The library's threads under random use without jax, for sanitizers. Arguments: a seed and a number of
 // rounds. Prints "ok"; anything else is a failure.
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -98,11 +101,49 @@ bool works_alone() {
   return true;
 }
 
+// A thread that slept begins on another core than its waker's, and may then run on all that it had.
+bool wakes_elsewhere() {
+#if defined(__linux__)
+  cpu_set_t before, mine;
+  if (pthread_getaffinity_np(pthread_self(), sizeof before, &before) || CPU_COUNT(&before) < 2) return true;
+  const int core = sched_getcpu();
+  CPU_ZERO(&mine);
+  CPU_SET(core, &mine);
+  Workers::of(kHelpers);  // they may run on all cores
+  if (pthread_setaffinity_np(pthread_self(), sizeof mine, &mine)) return false;
+  static struct Seen {  // of the last piece, which may come late
+    cpu_set_t allowed;
+    int core;
+    std::atomic<bool> done;
+  } seen;
+  constexpr int kTimes = 20;
+  int elsewhere = 0, whole = 0;
+  for (int i = 0; i < kTimes; i++) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));  // they sleep by then
+    seen.done = false;
+    Workers::of(kHelpers).schedule(
+        [](void*) {
+          seen.core = sched_getcpu();
+          pthread_getaffinity_np(pthread_self(), sizeof seen.allowed, &seen.allowed);
+          seen.done = true;
+        },
+        nullptr);
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+    while (!seen.done && std::chrono::steady_clock::now() < until) pause();
+    if (!seen.done) return false;
+    elsewhere += seen.core != core, whole += CPU_EQUAL(&seen.allowed, &before) != 0;
+  }
+  pthread_setaffinity_np(pthread_self(), sizeof before, &before);
+  return whole == kTimes && elsewhere > kTimes / 2;  // the system may move it, or it slept late
+#endif
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return std::printf("usage: workers_check SEED ROUNDS\n"), 2;
-  std::atomic<bool> right{works_alone()};
+  std::atomic<bool> right{works_alone() && wakes_elsewhere()};
   const auto use = [&](unsigned seed) {
     std::mt19937 random(seed);
     const uint64_t modes[] = {float_mode(), float_mode() ^ kZeros};
@@ -115,6 +156,6 @@ int main(int argc, char** argv) {
   std::thread other(use, std::atoi(argv[1]) + 1);
   use(std::atoi(argv[1]));
   other.join();
-  std::printf(right ? "ok workers\n" : "work was lost, or done twice\n");
+  std::printf(right ? "ok workers\n" : "work was lost, done twice, or begun on its waker's core\n");
   return right ? 0 : 1;
 }
