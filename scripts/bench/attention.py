@@ -3,10 +3,11 @@
 python -m scripts.bench attention [--tokens 4000 16000 32000] [--rounds 5] [--program decode]
 
 One sequence, four layers of 32 query and 4 KV heads of 128 in bfloat16, pages of 64 tokens. Decode
-is one query in every layer; its rate is the KV's bytes over the time, beside the memory's read
-rate. Prefill is one chunk of 512 queries at the end of the context; its rate is four operations a
-query, seen key, head and value over the time, beside the rate of a large product by XLA. Columns:
-the median time of all layers, its quartiles, the processor time of all threads, and the shares.
+is one query in every layer, its steps dispatched ahead of each other as `generate` does; its rate
+is the KV's bytes over the time, beside the memory's read rate. Prefill is one chunk of 512 queries
+at the end of the context; its rate is four operations a query, seen key, head and value over the
+time, beside the rate of a large product by XLA. Columns: the median time of all layers, its
+quartiles, the processor time of all threads, and the shares.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, CHUNK = 4, 32, 4, 128, 512
+STEPS = 8  # of decode, dispatched at once
 PAGE = KVPage(64, KV_HEADS, HEAD_DIM)
 COLUMNS = (
     ("program", "{name}"),
@@ -49,7 +51,7 @@ COLUMNS = (
 
 
 def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(decode, prefill) at the end of a context of so many tokens."""
+    """(STEPS of decode, prefill) at the end of a context of so many tokens."""
     random = np.random.default_rng(0)
     blocks = -(-tokens // PAGE.block_size)
     rows = LAYERS * PAGE.rows_per_layer
@@ -82,7 +84,14 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
     one, many = queries(1), queries(min(CHUNK, tokens))
     on = functools.partial(memory.on, jax.devices()[0])
-    return lambda: decode(one, on(), table), lambda: prefill(many, on(), table)
+
+    def steps():
+        q, arena = one, on()
+        for _ in range(STEPS):
+            q = decode(q, arena, table)
+        return q
+
+    return steps, lambda: prefill(many, on(), table)
 
 
 def measured(
@@ -93,8 +102,8 @@ def measured(
     nbytes = LAYERS * tokens * 2 * KV_HEADS * HEAD_DIM * 2
     seen = size * (tokens - size) + size * (size + 1) // 2
     operations = LAYERS * seen * HEADS * HEAD_DIM * 4
-    work = ("decode", nbytes, memory, "GB/s"), ("prefill", operations, matrix, "GFLOP/s")
-    for call, (name, amount, most, unit) in zip(programs(tokens), work, strict=True):
+    work = ("decode", STEPS, nbytes, memory, "GB/s"), ("prefill", 1, operations, matrix, "GFLOP/s")
+    for call, (name, steps, amount, most, unit) in zip(programs(tokens), work, strict=True):
         if wanted not in (None, name):
             continue
         times = np.zeros((rounds + 1, 2))
@@ -102,6 +111,7 @@ def measured(
             start = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
             mine[:] = time.perf_counter() - start[0], time.process_time() - start[1]
+        times /= steps
         low, middle, high = np.quantile(times[1:, 0], [0.25, 0.5, 0.75]) * 1e3
         rate = amount / middle * 1e3
         yield {
