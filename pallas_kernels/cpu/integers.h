@@ -445,6 +445,20 @@ struct SharedScales {
 using Scales4 = SharedScales<uint8_t, 8>;  // of Q4_K
 using Scales6 = SharedScales<int8_t, 16>;  // of Q6_K
 
+// The same of down's columns, each of which has its number, a float16.
+template <class Byte, bool negative = false>
+struct ScaledBytes {
+  const Byte* bytes;
+  const uint16_t* numbers;
+  ScaledBytes operator+(int64_t i) const { return {bytes + i, numbers + i}; }
+};
+
+// Whether scales, and minimums, can be used as a record has them.
+bool as_they_lie(const Coding& c, const Integers& as, Shift shift, ScaleType scale) {
+  const bool plain = c.group == c.unit && c.across == 1 && c.whole == Whole::None && as.factor == 1;
+  return plain && as.shift == shift && c.scale == scale;
+}
+
 // A vector V of scales.
 template <class V>
 INLINE V scales_at(const float* p) { return load<V>(p); }
@@ -457,18 +471,35 @@ INLINE V scales_at(const uint16_t* p) {  // float16
 #endif
   return (V)_mm256_cvtph_ps(load<__m128i>(p));
 }
-template <class V, class Byte, int64_t each>
-INLINE V scales_at(const SharedScales<Byte, each>& p) {
+template <class V, class Byte>
+INLINE V bytes_at(const Byte* p) {
   constexpr bool positive = std::is_unsigned<Byte>::value;
 #ifdef __AVX512F__
   if constexpr (sizeof(V) == 64) {
-    const __m128i some = load<__m128i>(p.bytes);
-    const vi bytes = (vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some));
-    const __m256 other = _mm256_set1_ps(p.numbers[each < L]);
-    return __builtin_convertvector(bytes, V) * (V)_mm512_insertf32x8(_mm512_set1_ps(*p.numbers), other, 1);
+    const __m128i some = load<__m128i>(p);
+    return __builtin_convertvector((vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some)), V);
   } else
 #endif
-  return (V)times_bytes(positive, (const uint8_t*)p.bytes, _mm256_set1_ps(*p.numbers));
+  {
+    const __m128i some = _mm_loadl_epi64((const __m128i*)p);
+    return __builtin_convertvector((wi)(positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some)), V);
+  }
+}
+template <class V, class Byte, int64_t each>
+INLINE V scales_at(const SharedScales<Byte, each>& p) {
+  vw first = *p.numbers - vw{};
+#ifdef __AVX512F__
+  if constexpr (sizeof(V) == 64) {
+    const vw second = p.numbers[each < L] - vw{};
+    return bytes_at<V>(p.bytes) * (V)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)first), (__m256)second, 1);
+  } else
+#endif
+  return bytes_at<V>(p.bytes) * first;
+}
+template <class V, class Byte, bool negative>
+INLINE V scales_at(const ScaledBytes<Byte, negative>& p) {
+  const V number = scales_at<V>(p.numbers);
+  return bytes_at<V>(p.bytes) * (negative ? -number : number);
 }
 #endif
 
@@ -831,11 +862,9 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
                    : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, Floats> : sum_units_of_rows<Shift::Minimum, Floats>;
 #ifdef __F16C__
   // Scales that are used as the record has them: float16 that follow each other, or SharedScales.
-  const bool plain = c.group == c.unit && c.across == 1 && c.whole == Whole::None && as.factor == 1;
-  const bool halves = plain && as.shift == Shift::None && c.scale == ScaleType::F16 && !c.super && units % kUnitLanes == 0;
-  const bool supers = plain && c.super && units % c.super == 0;
-  const bool shared4 = supers && as.shift == Shift::Minimum && c.scale == ScaleType::U8 && c.super == 8;
-  const bool shared6 = supers && as.shift == Shift::None && c.scale == ScaleType::I8 && c.super == 16;
+  const bool halves = as_they_lie(c, as, Shift::None, ScaleType::F16) && !c.super && units % kUnitLanes == 0;
+  const bool shared4 = as_they_lie(c, as, Shift::Minimum, ScaleType::U8) && c.super == 8 && units % 8 == 0;
+  const bool shared6 = as_they_lie(c, as, Shift::None, ScaleType::I8) && c.super == 16 && units % 16 == 0;
 #else
   constexpr bool halves = false, shared4 = false, shared6 = false;
 #endif
@@ -1292,67 +1321,121 @@ void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int
   });
 }
 
-// The terms of a unit of rows, onto their sum's lane of n columns. twice: another half of the unit's
-// sums, or null.
-template <Shift how>
-void add_unit(const int32_t* sums, const int32_t* twice, float zero, const float* scale, const float* shift, float by,
-              float of_h, int64_t n, float* lane) {
-  for (int64_t i = 0; i < n; i += L) {
-    vi all = load<vi>(sums + i);
-    if (twice) all += load<vi>(twice + i);
-    vf zeros = splat(zero);
-    if (how == Shift::Zero) zeros += load<vf>(shift + i);
-    const vf whole = __builtin_convertvector(all, vf) - of_h * zeros;
-    vf total = load<vf>(lane + i);
-    total += unfused(whole * (load<vf>(scale + i) * by));
-    if (how == Shift::Minimum) total += unfused(of_h * (load<vf>(shift + i) * by));
-    store(lane + i, total);
-  }
+// Sums of a lane's units of rows and of n columns, `apart` from each other, and what is known of these units' numbers.
+struct LaneSums {
+  const int32_t* sums;
+  int64_t apart, half;  // half: so far behind them are other halves of the units' sums, or 0
+  float zero;
+  const float *by, *of_h;  // of each kUnitLanes-th unit
+  int64_t units, n;
+};
+
+// A lane of columns: from +0 on the terms of its units, in order. scales(k): of its k-th unit. Lanes come in order and are
+// added pairwise on their way: the lanes 4 and 6 to lane 0, 5 to lane 1, and 7 to all of them.
+template <Shift how, class Scales, class Shifts>
+void sum_lane(const LaneSums& s, Scales scales, Shifts shifts, int64_t lane, float* lanes, int64_t room) {
+  const auto block = [&](int64_t at, auto vectors) {
+    constexpr int C = decltype(vectors)::value;
+    vf total[C] = {};
+    for (int64_t k = 0; k < s.units; k++) {
+      const float by = s.by[k * kUnitLanes], of_h = s.of_h[k * kUnitLanes];
+      const auto scale = scales(k) + at;
+      const auto shift = shifts(k) + at;
+      const int32_t* sums = s.sums + k * s.apart + at;
+#pragma GCC unroll 4
+      for (int i = 0; i < C; i++) {
+        vi all = load<vi>(sums + i * L);
+        if (s.half) all += load<vi>(sums + s.half + i * L);
+        vf zeros = splat(s.zero), whole = __builtin_convertvector(all, vf);
+        if (how == Shift::Zero) zeros += scales_at<vf>(shift + i * L);
+        if (how != Shift::Minimum) whole -= of_h * zeros;  // else they are 0
+        total[i] += unfused(whole * (scales_at<vf>(scale + i * L) * by));
+        if (how == Shift::Minimum) total[i] += unfused(of_h * (scales_at<vf>(shift + i * L) * by));
+      }
+    }
+    const auto earlier = [&](int64_t lane, int i) { return load<vf>(lanes + lane * room + at + i * L); };
+#pragma GCC unroll 4
+    for (int i = 0; i < C; i++) {
+      if (lane == 4 || lane == 5) total[i] += earlier(lane - 4, i);
+      if (lane == 6) total[i] = earlier(0, i) + (earlier(2, i) + total[i]);
+      if (lane == 7) total[i] = earlier(0, i) + (earlier(1, i) + (earlier(3, i) + total[i]));
+      store(lanes + (lane < 4 ? lane : lane == 5) * room + at + i * L, total[i]);
+    }
+  };
+  int64_t at = 0;
+  for (; at + 4 * L <= s.n; at += 4 * L) block(at, Constant<int, 4>());
+  for (; at < s.n; at += L) block(at, Constant<int, 1>());
 }
 
 void few_columns(const Format& f, const uint16_t* record, const Integers& as, int64_t column, int64_t n,
                  const float* const* h, int64_t tokens, float* const* y, float* scratch) {
   const Coding& c = f.matrix[DOWN];
-  const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1;
+  const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1, apart = f.hidden;
   const int64_t room = sums_apart(n), units = f.width / c.unit, part = f.width / (planes > high_planes ? planes : high_planes);
   const int64_t step = c.unit == 32 && part % 32 == 0 ? 32 : 16, twice = c.unit / step;
-  float *scale = scratch, *shift = scale + room, *lanes = shift + room;
-  int32_t* sums = (int32_t*)(lanes + tokens * kUnitLanes * room);
-  memset(scratch, 0, (2 + tokens * kUnitLanes) * room * sizeof *scratch);
-  const auto add = as.shift == Shift::None ? add_unit<Shift::None>
-                   : as.shift == Shift::Zero ? add_unit<Shift::Zero> : add_unit<Shift::Minimum>;
+  const int64_t most = (units + kUnitLanes - 1) / kUnitLanes;  // units of a lane
+  float *lanes = scratch, *scale = lanes + tokens * kUnitLanes / 2 * room, *shift = scale + most * room;
+  int32_t* sums = (int32_t*)(shift + most * room);
   int64_t every = 1;
 #ifdef __AVX2__
   // Where all planes' units of a band have one lane, that lane's are summed at once: sums of all units of
   // so many columns would not stay near.
   if (twice == 1 && whole_bands(f, as, step) && units / planes % kUnitLanes == 0) every = kUnitLanes;
 #endif
-  int64_t known = -1;  // group
-  for (int64_t first = 0; first < every; first++) {
-    if (!first) ask_for_scales(f, record, column, n, first, every);
-    if (first + 1 < every) ask_for_scales(f, record, column, n, first + 1, every);
-    column_sums(f, record, as, column, n, step, first, every, h, tokens, room, sums);
-    for (int64_t u = first; u < units; u += every) {
-      if (const int64_t group = u * c.unit / c.group; group != known) {
-        column_scales(f, record, group, column, n, scale, shift);
-        times_factor(as, n, scale);
-        known = group;
-      }
-      for (int64_t t = 0; t < tokens; t++) {
-        const Quantized to(h[t], f.width);
-        const int32_t* mine = sums + (t * (units / every) + u / every) * twice * room;
-        add(mine, twice == 2 ? mine + room : nullptr, as.zero, scale, shift, to.scale[c.unit == 16][u],
-            to.sum[c.unit == 16][u], lanes_of(n), lanes + (t * kUnitLanes + u % kUnitLanes) * room);
-      }
+#ifdef __F16C__
+  const bool vectors = n % L == 0, supers = vectors && c.super >= kUnitLanes && !(c.super & (c.super - 1));
+  const bool halves = vectors && as_they_lie(c, as, Shift::None, ScaleType::F16) && !c.super;
+  const bool positive = supers && as_they_lie(c, as, Shift::Minimum, ScaleType::U8);
+  const bool negative = supers && as_they_lie(c, as, Shift::None, ScaleType::I8);
+#else
+  constexpr bool halves = false, positive = false, negative = false;
+#endif
+  for (int64_t lane = 0; lane < kUnitLanes; lane++) {
+    if (!lane) ask_for_scales(f, record, column, n, lane, every);
+    if (lane + 1 < every) ask_for_scales(f, record, column, n, lane + 1, every);
+    if (lane < every) column_sums(f, record, as, column, n, step, lane, every, h, tokens, room, sums);
+    const int64_t count = (units - lane + kUnitLanes - 1) / kUnitLanes;
+    for (int64_t k = 0; k < count && !halves && !positive && !negative; k++) {
+      column_scales(f, record, (lane + k * kUnitLanes) * c.unit / c.group, column, n, scale + k * room, shift + k * room);
+      times_factor(as, n, scale + k * room);
+    }
+    for (int64_t t = 0; t < tokens; t++) {
+      const Quantized to(h[t], f.width);
+      const int32_t* mine = sums + (t * (units / every) + (every == 1 ? lane : 0)) * twice * room;
+      const LaneSums all = {mine, kUnitLanes / every * twice * room, twice == 2 ? room : 0, as.zero,
+                            to.scale[c.unit == 16] + lane, to.sum[c.unit == 16] + lane, count, lanes_of(n)};
+      const auto with = [&](auto how, auto scales, auto shifts) {
+        sum_lane<decltype(how)::value>(all, scales, shifts, lane, lanes + t * kUnitLanes / 2 * room, room);
+      };
+      const Constant<Shift, Shift::None> none;
+      const Constant<Shift, Shift::Minimum> minimum;
+      const auto widened = [=](int64_t k) { return scale + k * room; };
+      const auto widened_shift = [=](int64_t k) { return shift + k * room; };
+#ifdef __F16C__
+      const int64_t first = lane * apart + column;
+      const auto bytes = [&](auto scaled, int64_t part, int64_t supers) {
+        scaled.bytes = (decltype(scaled.bytes))(record + part * apart) + first, scaled.numbers = record + supers * apart + column;
+        const int shared = __builtin_ctzll(c.super / kUnitLanes);
+        return [=](int64_t k) {
+          return decltype(scaled){scaled.bytes + k * kUnitLanes * apart, scaled.numbers + (k >> shared) * apart};
+        };
+      };
+      if (halves) {
+        const auto own = [=](int64_t k) { return record + (c.extra + k * kUnitLanes) * apart + first; };
+        with(none, own, own);
+      } else if (positive) {
+        with(minimum, bytes(ScaledBytes<uint8_t>(), c.extra, c.supers), bytes(ScaledBytes<uint8_t, true>(), c.shifts, c.min_supers));
+      } else if (negative) {
+        const auto own = bytes(ScaledBytes<int8_t>(), c.extra, c.supers);
+        with(none, own, own);
+      } else
+#endif
+      if (as.shift == Shift::None) with(none, widened, widened);
+      else if (as.shift == Shift::Minimum) with(minimum, widened, widened_shift);
+      else with(Constant<Shift, Shift::Zero>(), widened, widened_shift);
     }
   }
-  for (int64_t t = 0; t < tokens; t++) {
-    float* lane = lanes + t * kUnitLanes * room;
-    for (int64_t half = kUnitLanes / 2; half; half /= 2) {
-      for (int64_t i = 0; i < half * room; i++) lane[i] += lane[i + half * room];
-    }
-    memcpy(y[t], lane, n * sizeof *lane);
-  }
+  for (int64_t t = 0; t < tokens; t++) memcpy(y[t], lanes + t * kUnitLanes / 2 * room, n * sizeof *lanes);
 }
 
 #ifdef __AVX2__

@@ -102,7 +102,7 @@ static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t 
   const int64_t few = tokens > kFew ? kFew : tokens, open = kBlockTokens * kOutputs * kUnitLanes;
   const int64_t blocks = kBlocks * (kOutputs * width / 2 + 48);
   const int64_t tiles = (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens * room_of_tiles(width) + 32;
-  return sums_apart(n) * (2 + few * (width / 16 + 8)) + (tokens > kFew ? blocks + open + tiles : 0);
+  return sums_apart(n) * (few * (width / 16 + kUnitLanes / 2) + width / 64 + 2) + (tokens > kFew ? blocks + open + tiles : 0);
 }
 
 // Columns of one call of `integer_columns`, as ops make it: few tokens read long streams, and the sums of
