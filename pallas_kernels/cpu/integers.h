@@ -487,14 +487,11 @@ INLINE V bytes_at(const Byte* p) {
 }
 template <class V, class Byte, int64_t each>
 INLINE V scales_at(const SharedScales<Byte, each>& p) {
-  vw first = *p.numbers - vw{};
+  V number = *p.numbers - V{};
 #ifdef __AVX512F__
-  if constexpr (sizeof(V) == 64) {
-    const vw second = p.numbers[each < L] - vw{};
-    return bytes_at<V>(p.bytes) * (V)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)first), (__m256)second, 1);
-  } else
+  if constexpr (sizeof(V) > 4 * each) number = (V)_mm512_insertf32x8((__m512)number, _mm256_set1_ps(p.numbers[1]), 1);
 #endif
-  return bytes_at<V>(p.bytes) * first;
+  return bytes_at<V>(p.bytes) * number;
 }
 template <class V, class Byte, bool negative>
 INLINE V scales_at(const ScaledBytes<Byte, negative>& p) {
@@ -513,8 +510,8 @@ INLINE vw half_of(vf v) { return (vw)_mm512_extractf32x8_ps((__m512)v, half); }
 
 // y[r] of R rows, whose sums and scales lie `apart` and `scales_apart`: lane[u mod 8] += sum · scale ·
 // scale of x, and += minimum · …, units ascending; then pairwise. Rows side by side, since each one's
-// sums wait for each other.
-template <Shift how, int R, class S>
+// sums wait for each other. zeros: they were not taken from sums before.
+template <Shift how, bool zeros, int R, class S>
 INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S shift, int64_t scales_apart,
                       const float* x_scale, const float* x_sum, int64_t units, float* y) {
   vw lane[R][kUnitLanes / W] = {};
@@ -524,9 +521,9 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S
     const V of_x = load<V>(x_sum + at), by = load<V>(x_scale + at);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      V zeros = zero - V{}, minimum = {};
-      if (how == Shift::Zero) zeros += scales_at<V>(shift + (r * scales_apart + at));
-      const V whole = __builtin_convertvector(load<decltype(integers)>(sums + r * apart + at), V) - of_x * zeros;
+      V whole = __builtin_convertvector(load<decltype(integers)>(sums + r * apart + at), V), minimum = {};
+      if (how == Shift::Zero) whole -= of_x * (zero + scales_at<V>(shift + (r * scales_apart + at)));
+      if (how == Shift::None && zeros) whole -= of_x * zero;
       const V term = unfused(whole * (scales_at<V>(scale + (r * scales_apart + at)) * by));
       if (how == Shift::Minimum) minimum = unfused(of_x * (scales_at<V>(shift + (r * scales_apart + at)) * by));
       vw& mine = lane[r][at / W % (kUnitLanes / W)];
@@ -556,16 +553,16 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S
   }
 }
 
-template <Shift how, class S>
+template <Shift how, bool zeros, class S>
 void sum_units_of_rows(int64_t rows, const int32_t* sums, int64_t apart, float zero, S scale, S shift,
                        int64_t scales_apart, const float* x_scale, const float* x_sum,
                        int64_t units, float* y) {
   if (rows == kRowsAtOnce) {
-    return sum_units<how, kRowsAtOnce, S>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
+    return sum_units<how, zeros, kRowsAtOnce, S>(sums, apart, zero, scale, shift, scales_apart, x_scale, x_sum, units, y);
   }
   for (int64_t r = 0; r < rows; r++) {
     const int64_t i = r * scales_apart;
-    sum_units<how, 1, S>(sums + r * apart, 0, zero, scale + i, shift + i, 0, x_scale, x_sum, units, y + r);
+    sum_units<how, zeros, 1, S>(sums + r * apart, 0, zero, scale + i, shift + i, 0, x_scale, x_sum, units, y + r);
   }
 }
 
@@ -858,8 +855,6 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   float *scale = scratch, *shift = scale + kScaledRows * room, *raw = shift + kScaledRows * room;
   int32_t* sums = (int32_t*)(raw + 2 * room);
   typedef const float* Floats;
-  const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None, Floats>
-                   : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, Floats> : sum_units_of_rows<Shift::Minimum, Floats>;
 #ifdef __F16C__
   // Scales that are used as the record has them: float16 that follow each other, or SharedScales.
   const bool halves = as_they_lie(c, as, Shift::None, ScaleType::F16) && !c.super && units % kUnitLanes == 0;
@@ -868,9 +863,12 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
 #else
   constexpr bool halves = false, shared4 = false, shared6 = false;
 #endif
-  // sum(row, sums): of all tokens.
+  // sum(row, sums): of all tokens. zeros: see sum_units.
   const int64_t at_once = tokens <= kFew ? kRowsAtOnce : 1;
-  const auto few_rows_at_once = [&](const Integers& as, auto sum) {
+  const auto few_rows_at_once = [&](const Integers& as, auto zeros, auto sum) {
+    constexpr bool Z = decltype(zeros)::value;
+    const auto add = as.shift == Shift::None ? sum_units_of_rows<Shift::None, Z, Floats>
+                     : as.shift == Shift::Zero ? sum_units_of_rows<Shift::Zero, Z, Floats> : sum_units_of_rows<Shift::Minimum, Z, Floats>;
     // Behind gate's rows are up's, where tasks have both.
     const Coding& up = f.matrix[UP];
     const bool both = matrix == GATE && up.kind == c.kind;
@@ -906,7 +904,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
       for (int64_t t = 0; t < tokens; t++) {
         const Quantized to(x[t], n);
         const auto with = [&](auto sum_up, auto scales, auto shifts) {
-          sum_up(count, sums + t * room, tokens * room, as.zero, scales, shifts, apart, to.scale[sixteen],
+          sum_up(count, sums + t * room, tokens * room, Z ? as.zero : 0, scales, shifts, apart, to.scale[sixteen],
                  to.sum[sixteen], units, y + t * stride + r);
         };
 #ifdef __F16C__
@@ -916,9 +914,9 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
           return Scales4{(const uint8_t*)bytes + at - i, numbers} + i;
         };
         const Scales6 scales6 = Scales6{(const int8_t*)own + at - i, scale} + i;
-        if (halves) with(sum_units_of_rows<Shift::None, const uint16_t*>, own + at, own);
-        else if (shared4) with(sum_units_of_rows<Shift::Minimum, Scales4>, scales4(own, scale), scales4(own_shifts, shift));
-        else if (shared6) with(sum_units_of_rows<Shift::None, Scales6>, scales6, scales6);
+        if (halves) with(sum_units_of_rows<Shift::None, Z, const uint16_t*>, own + at, own);
+        else if (shared4) with(sum_units_of_rows<Shift::Minimum, Z, Scales4>, scales4(own, scale), scales4(own_shifts, shift));
+        else if (shared6) with(sum_units_of_rows<Shift::None, Z, Scales6>, scales6, scales6);
         else
 #endif
         with(add, (Floats)scale + i, (Floats)shift + i);
@@ -1031,12 +1029,12 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
           const int8_t* numbers[kFew];
           int8_t* ordered = whole_line((int8_t*)(sums + at_once * tokens * room));
           for (int64_t t = 0; t < tokens; t++, ordered += room_of_quarters<K>(n)) {
-            order_quarters<K>(Quantized(x[t], n).q, n, ordered);
+            order_quarters<K>(as, Quantized(x[t], n).q, n, ordered);
             numbers[t] = ordered;
           }
           return chosen<1, kFew>(tokens, [&](auto some) {
             constexpr int T = decltype(some)::value;
-            few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
+            few_rows_at_once(as, Constant<bool, false>(), [&](const IntegerRow& row, int32_t* out) {
               (sixteen ? wide_row_sums<K, 16, T> : wide_row_sums<K, 32, T>)(as, row, numbers, room, out);
             });
           });
@@ -1061,7 +1059,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
         }
         return chosen<1, kFew>(tokens, [&](auto some) {
           constexpr int T = decltype(some)::value;
-          few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
+          few_rows_at_once(as, Constant<bool, true>(), [&](const IntegerRow& row, int32_t* out) {
             (whole ? row_sums<K, 32, T> : row_sums<K, 16, T>)(as, row, numbers, room, out);
             for (int64_t t = 0; t < T && !sixteen && !whole; t++) {
               int32_t* mine = out + t * room;
@@ -1075,7 +1073,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
   }
 #endif
   uint8_t* bytes = (uint8_t*)(sums + at_once * tokens * room);
-  few_rows_at_once(as, [&](const IntegerRow& row, int32_t* out) {
+  few_rows_at_once(as, Constant<bool, true>(), [&](const IntegerRow& row, int32_t* out) {
     for (int64_t p = 0; p < 16 / as.bits; p++) bytes_of(as, row.codes, p, size, bytes + p * size);
     for (int64_t p = 0; as.highs && p < 16 / as.highs; p++) add_highs(as, row.highs, p, high_size, bytes + p * high_size);
     for (int64_t t = 0; t < tokens; t++) unit_sums(as, bytes, Quantized(x[t], n).q, n, c.unit, out + t * room);

@@ -42,32 +42,34 @@ INLINE Integers without_signs(Integers as) {
   return as;
 }
 
-// How bytes become codes: a table of 16, and where the upper bits lie (Place).
+// How bytes become codes: a table of 16, and how far up the upper bits lie.
 struct Reader {
   v64 table, mask;
-  __m128i up, down;
-  INLINE Reader(const Integers& as, int64_t multiple) : table{} {
+  __m128i down;
+  INLINE Reader(const Integers& as, int64_t multiple) : table{}, mask(_mm512_set1_epi8((char)(((1 << as.highs) - 1) * 0x11))) {
     if (as.list) table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)as.list));
     set(as, multiple);
   }
-  INLINE void set(const Integers& as, int64_t multiple) {
-    up = _mm_cvtsi32_si128(4 - as.highs * (int)multiple), down = _mm_cvtsi32_si128(as.highs * (int)multiple);
-    mask = _mm512_set1_epi8((char)(((1 << as.highs) - 1) << 4));
-  }
+  INLINE void set(const Integers& as, int64_t multiple) { down = _mm_cvtsi32_si128(as.highs * (int)multiple); }
+  INLINE v64 lowered(v64 highs) const { return _mm512_srl_epi16(highs, down); }
+  // highs: lowered.
   template <class K>
   INLINE void fields(v64 bytes, v64 highs, v64* out) const {
     if constexpr (K::bits == 8) {
       out[0] = bytes;
       return;
     }
+    const v64 low = _mm512_set1_epi8((1 << K::bits) - 1);
+    if constexpr (K::highs) {  // four bits apart those of both fields
+      const v64 both = _mm512_and_si512(highs, mask);
+      out[0] = _mm512_ternarylogic_epi64(low, bytes, _mm512_slli_epi16(both, 4), 0xca);  // a ? b : c
+      out[1] = _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(bytes, 4), both, 0xca);
+      return;
+    }
 #pragma GCC unroll 4
     for (int f = 0; f < K::fields; f++) {
-      const v64 placed = f ? _mm512_srli_epi16(bytes, K::bits * f) : bytes;
-      out[f] = _mm512_and_si512(placed, _mm512_set1_epi8((1 << K::bits) - 1));
+      out[f] = _mm512_and_si512(f ? _mm512_srli_epi16(bytes, K::bits * f) : bytes, low);
       if (K::listed) out[f] = _mm512_shuffle_epi8(table, out[f]);
-      if (!K::highs) continue;
-      const v64 upper = f ? _mm512_srl_epi16(highs, down) : _mm512_sll_epi16(highs, up);
-      out[f] = _mm512_ternarylogic_epi64(out[f], upper, mask, 0xf8);  // a | (b & c)
     }
   }
 };
@@ -95,40 +97,42 @@ INLINE void quarters_of(const uint16_t* elements, int64_t count, v64 (&out)[4]) 
     uint8_t of[2][64];
     constexpr Order() : of() {
       for (int i = 0; i < 128; i++) {
-        const int half = i / 64, upper = i / 32 % 2, quarter = 2 * half + i / 16 % 2, element = i / 4 % 2 * 16 + quarter * 4 + i % 4;
-        of[half][i % 64] = (uint8_t)(i / 8 % 2 * 64 + 2 * element + upper);
+        const int half = i / 64, upper = i / 32 % 2, quarter = 2 * half + i / 8 % 2, element = i / 4 % 2 * 16 + quarter * 4 + i % 4;
+        of[half][i % 64] = (uint8_t)(i / 16 % 2 * 64 + 2 * element + upper);
       }
     }
   };
   static constexpr Order kOrder;
-  const v64 even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
   v64 v[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) v[i] = i < count ? _mm512_loadu_si512(elements + 32 * i) : v64{};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const v64 order = _mm512_loadu_si512(kOrder.of[i]);
-    const v64 a = _mm512_permutex2var_epi8(v[0], order, v[1]), b = _mm512_permutex2var_epi8(v[2], order, v[3]);
-    out[2 * i] = _mm512_permutex2var_epi64(a, even, b), out[2 * i + 1] = _mm512_permutex2var_epi64(a, odd, b);
+    const v64 a = _mm512_permutex2var_epi8(v[0], order, v[2]), b = _mm512_permutex2var_epi8(v[1], order, v[3]);
+    out[2 * i] = _mm512_unpacklo_epi64(a, b), out[2 * i + 1] = _mm512_unpackhi_epi64(a, b);
   }
 }
 
-// Bytes of n numbers in that order.
+// Bytes of n numbers in that order: of each kQuartered elements, and what is taken away from their sums.
+template <class K>
+constexpr int64_t kQuarters = (256 + 64) * K::fields;
 template <class K>
 INLINE int64_t room_of_quarters(int64_t n) {
   constexpr int64_t most = kQuartered * K::planes;
-  return (n + most - 1) / most * most;
+  return (n + most - 1) / most * kQuarters<K>;
 }
 
-// Numbers in that order, of each quarter a vector of each field. 128 bytes behind q may be read; they are multiplied by
-// zeros.
+// Numbers in that order, of each quarter a vector of each field; then, of each field, their sums times −zero. 128 bytes
+// behind q may be read; they are multiplied by zeros.
 template <class K>
-void order_quarters(const int8_t* q, int64_t n, int8_t* out) {
+void order_quarters(const Integers& as, const int8_t* q, int64_t n, int8_t* out) {
   constexpr int F = K::fields;
   const v64 first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
-  const v64 order[] = {first, _mm512_add_epi32(first, _mm512_set1_epi32(2))};
+  const v64 order[] = {first, _mm512_add_epi32(first, _mm512_set1_epi32(2))}, zero = _mm512_set1_epi8((char)(int)as.zero);
   const int64_t size = n / K::planes;
-  for (int64_t at = 0; at < size; at += kQuartered, out += 256 * F) {
+  for (int64_t at = 0; at < size; at += kQuartered, out += kQuarters<K>) {
+    v64 zeros[F] = {};
     for (int i = 0; i < 4; i++) {
       for (int f = 0; f < F; f++) {
         v64 planes[2];
@@ -138,38 +142,44 @@ void order_quarters(const int8_t* q, int64_t n, int8_t* out) {
         }
         const v64 even = _mm512_shuffle_i32x4(planes[0], planes[1], 0x44), odd = _mm512_shuffle_i32x4(planes[0], planes[1], 0xee);
         _mm512_storeu_si512(out + 64 * (F * i + f), i % 2 ? odd : even);
+        zeros[f] = _mm512_dpbusd_epi32(zeros[f], zero, i % 2 ? odd : even);
       }
     }
+    for (int f = 0; f < F; f++) _mm512_storeu_si512(out + 64 * (4 * F + f), _mm512_sub_epi32(v64{}, zeros[f]));
   }
 }
 
-// To out[t · room + unit], of units of 32 or 16 elements of each plane, for T tokens. numbers: as order_quarters has
-// them. A row's upper bits are a multiple of kQuartered elements.
+// To out[t · room + unit], of units of 32 or 16 elements of each plane, for T tokens, zeros taken away. numbers: as
+// order_quarters has them. A row's upper bits are a multiple of kQuartered elements.
 template <class K, int unit, int T>
 void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* const* numbers, int64_t room, int32_t* out) {
   constexpr int F = K::fields;
   const int64_t size = row.n / K::planes, units = size / unit, high_size = K::highs ? row.high_size : size;
-  Reader reader(as, 0);
+  const Reader reader(as, 1);  // upper bits are lowered once for each further multiple
   for (int64_t high_at = 0; high_at < high_size; high_at += kQuartered) {
     v64 highs[4] = {};
     if (K::highs) quarters_of(row.highs + high_at, 4, highs);
-    int64_t multiple = 0;
     for (int64_t at = high_at; at < size; at += high_size) {
-      const int64_t count = K::highs ? 4 : least(4, (size - at) / 32);
-      if (K::highs) reader.set(as, multiple++);
-      v64 bytes[4], sums[T][F] = {};
+      const int64_t count = K::highs ? 4 : least(4, (size - at) / 32), ordered = at / kQuartered * kQuarters<K>;
+      v64 bytes[4], sums[T][F];
       quarters_of(row.codes + at, count, bytes);
+#pragma GCC unroll 3
+      for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) sums[t][f] = _mm512_loadu_si512(numbers[t] + ordered + 64 * (4 * F + f));
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         v64 codes[F];
         soon(row.next + at + 32 * i);
         if (K::highs && at == high_at) soon(row.next_highs + at + 32 * i);
+        else if (K::highs) highs[i] = reader.lowered(highs[i]);
         reader.fields<K>(bytes[i], highs[i], codes);
 #pragma GCC unroll 3
         for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
           for (int f = 0; f < F; f++) {
-            const v64 by = _mm512_loadu_si512(numbers[t] + at * K::planes + 64 * (F * i + f));
+            const v64 by = _mm512_loadu_si512(numbers[t] + ordered + 64 * (F * i + f));
             sums[t][f] = _mm512_dpbusd_epi32(sums[t][f], codes[f], by);
           }
         }
@@ -320,7 +330,7 @@ void side_by_side_sums(const Integers& as, const uint16_t* codes_of, const uint1
             codes[0] = _mm512_and_si512(bytes[i], _mm512_set1_epi8(15));
             codes[1] = _mm512_and_si512(bytes[i], _mm512_set1_epi8(-16));
           } else {
-            reader.fields<K>(bytes[i], highs[i], codes);
+            reader.fields<K>(bytes[i], reader.lowered(highs[i]), codes);
           }
 #pragma GCC unroll 4
           for (int t = 0; t < T; t++) {
@@ -608,7 +618,7 @@ void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++) {
         v64 codes[F];
-        reader.fields<K>(four[k], highs[k], codes);
+        reader.fields<K>(four[k], reader.lowered(highs[k]), codes);
 #pragma GCC unroll 4
         for (int f = 0; f < F; f++) {
 #pragma GCC unroll 3
@@ -841,7 +851,7 @@ void turn_wide_codes(const Integers& as, const IntegerRow* rows, int32_t* out) {
     v64 codes[K::fields][kOutputs];
 #pragma GCC unroll 16
     for (int r = 0; r < kOutputs; r++) {
-      const v64 highs = K::highs ? lower_then_upper(_mm512_loadu_si512(rows[r].highs + high_at)) : v64{};
+      const v64 highs = K::highs ? reader.lowered(lower_then_upper(_mm512_loadu_si512(rows[r].highs + high_at))) : v64{};
       v64 fields[K::fields];
       reader.fields<K>(lower_then_upper(_mm512_loadu_si512(rows[r].codes + at)), highs, fields);
 #pragma GCC unroll 4
@@ -896,7 +906,7 @@ void turn_columns(const Integers& as, const DownRows& rows, int64_t multiple, in
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
       v64 fields[K::fields];
-      reader.fields<K>(four[i], highs[i], fields);
+      reader.fields<K>(four[i], reader.lowered(highs[i]), fields);
 #pragma GCC unroll 4
       for (int f = 0; f < K::fields; f++) codes[f][i] = fields[f];
     }
