@@ -398,9 +398,12 @@ INLINE vf number_of(const SideBySide& s, int64_t u, int j) {
 // each other: vector i has four of a line in each lane.
 template <class F>
 INLINE void turn_lines(const void* lines, int64_t size, F f) {
-  for (int64_t at = 0; at < size; at += 16) {
-    const __mmask8 some = (__mmask8)(size - at >= 16 ? 255 : (1 << (size - at) / 2) - 1);
-    const auto line = [&](int64_t r) { return _mm_maskz_loadu_epi16(some, (const char*)lines + r * size + at); };
+  const auto turn = [&](int64_t at, auto whole) {
+    const __mmask8 some = (__mmask8)((1 << (size - at) / 2) - 1);
+    const auto line = [&](int64_t r) {
+      const __m128i* mine = (const __m128i*)((const char*)lines + r * size + at);
+      return decltype(whole)::value ? _mm_loadu_si128(mine) : _mm_maskz_loadu_epi16(some, mine);
+    };
     v64 v[4], pairs[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -418,7 +421,10 @@ INLINE void turn_lines(const void* lines, int64_t size, F f) {
       v[2 * i + 1] = _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]);
     }
     f(at, v);
-  }
+  };
+  int64_t at = 0;
+  for (; at + 16 <= size; at += 16) turn(at, Constant<bool, true>());
+  if (at < size) turn(at, Constant<bool, false>());
 }
 
 // f(i, kOutputs float16 of the number i and as many of the next one) of n float16 a line; behind the last are zeros.
