@@ -1,5 +1,6 @@
 // Products of integers with AVX-512 and VNNI, where VPDPBUSD adds four products of bytes to 32 bits:
-// included by integers.h, whose functions of the same names do the same for AVX2.
+// included by integers.h, whose functions of the same names do the same for AVX2. Without VNNI, only a few
+// tokens' rows of codes with upper bits are multiplied here.
 #pragma once
 #ifdef __AMX_INT8__
 #include "tiles_amx.h"
@@ -90,9 +91,26 @@ INLINE v64 every_other(v64 a, v64 b, bool odd) {
 // Elements that are multiplied a quarter of each 16 at a time, so that no sum of 16 crosses lanes of 32 bits.
 constexpr int64_t kQuartered = 128;
 
-// kQuartered elements, or the first 32 · count and zeros: vector i has the quarters i, their lower bytes, then the
-// upper ones.
+// Vectors of quarters have one of each group of 16 in a lane of 32 bits: in order, those of the lower bytes and then
+// those of the upper ones; without VBMI, as lower_then_upper and every_other leave them.
+#ifdef __AVX512VBMI__
+INLINE v64 in_order(v64 quarters) { return quarters; }
+INLINE v64 as_quarters(v64 ordered) { return ordered; }
+#else
+INLINE v64 in_order(v64 quarters) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 2, 6, 8, 12, 10, 14, 1, 5, 3, 7, 9, 13, 11, 15), quarters);
+}
+INLINE v64 as_quarters(v64 ordered) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15), ordered);
+}
+#endif
+
+// kQuartered elements, or the first 32 · count and zeros: vector i has the quarters i, as as_quarters orders them.
 INLINE void quarters_of(const uint16_t* elements, int64_t count, v64 (&out)[4]) {
+  v64 v[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = i < count ? _mm512_loadu_si512(elements + 32 * i) : v64{};
+#ifdef __AVX512VBMI__
   struct Order {
     uint8_t of[2][64];
     constexpr Order() : of() {
@@ -103,15 +121,43 @@ INLINE void quarters_of(const uint16_t* elements, int64_t count, v64 (&out)[4]) 
     }
   };
   static constexpr Order kOrder;
-  v64 v[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) v[i] = i < count ? _mm512_loadu_si512(elements + 32 * i) : v64{};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const v64 order = _mm512_loadu_si512(kOrder.of[i]);
     const v64 a = _mm512_permutex2var_epi8(v[0], order, v[2]), b = _mm512_permutex2var_epi8(v[1], order, v[3]);
     out[2 * i] = _mm512_unpacklo_epi64(a, b), out[2 * i + 1] = _mm512_unpackhi_epi64(a, b);
   }
+#else
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = lower_then_upper(v[i]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const v64 a = every_other(v[0], v[1], i), b = every_other(v[2], v[3], i);
+    out[i] = _mm512_shuffle_i32x4(a, b, 0x88), out[2 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  }
+#endif
+}
+
+// Four products of bytes onto the sums in each lane of 32 bits; without VNNI, of bytes whose products fit into words.
+INLINE v64 add_bytes(v64 sums, v64 codes, v64 by) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(sums, codes, by);
+#else
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, by), _mm512_set1_epi16(1)));
+#endif
+}
+
+// The same of quarters i. Without VNNI, `open` has sums of words, as long as these fit.
+template <class K>
+INLINE void add_quarter(int i, v64 codes, v64 by, v64& sums, [[maybe_unused]] v64& open) {
+#ifdef __AVX512VNNI__
+  sums = add_bytes(sums, codes, by);
+#else
+  constexpr int most = K::sums;
+  const v64 products = _mm512_maddubs_epi16(codes, by);
+  open = i % most ? _mm512_add_epi16(open, products) : products;
+  if (i % most == most - 1 || i == 3) sums = _mm512_add_epi32(sums, _mm512_madd_epi16(open, _mm512_set1_epi16(1)));
+#endif
 }
 
 // Bytes of n numbers in that order: of each kQuartered elements, and what is taken away from their sums.
@@ -141,8 +187,9 @@ void order_quarters(const Integers& as, const int8_t* q, int64_t n, int8_t* out)
           planes[p] = _mm512_permutex2var_epi32(_mm512_loadu_si512(mine), order[i / 2], _mm512_loadu_si512(mine + 64));
         }
         const v64 even = _mm512_shuffle_i32x4(planes[0], planes[1], 0x44), odd = _mm512_shuffle_i32x4(planes[0], planes[1], 0xee);
-        _mm512_storeu_si512(out + 64 * (F * i + f), i % 2 ? odd : even);
-        zeros[f] = _mm512_dpbusd_epi32(zeros[f], zero, i % 2 ? odd : even);
+        const v64 mine = as_quarters(i % 2 ? odd : even);
+        _mm512_storeu_si512(out + 64 * (F * i + f), mine);
+        zeros[f] = add_bytes(zeros[f], zero, mine);
       }
     }
     for (int f = 0; f < F; f++) _mm512_storeu_si512(out + 64 * (4 * F + f), _mm512_sub_epi32(v64{}, zeros[f]));
@@ -161,7 +208,7 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
     if (K::highs) quarters_of(row.highs + high_at, 4, highs);
     for (int64_t at = high_at; at < size; at += high_size) {
       const int64_t count = K::highs ? 4 : least(4, (size - at) / 32), ordered = at / kQuartered * kQuarters<K>;
-      v64 bytes[4], sums[T][F];
+      v64 bytes[4], sums[T][F], open[T][F];
       quarters_of(row.codes + at, count, bytes);
 #pragma GCC unroll 3
       for (int t = 0; t < T; t++) {
@@ -180,7 +227,7 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 #pragma GCC unroll 4
           for (int f = 0; f < F; f++) {
             const v64 by = _mm512_loadu_si512(numbers[t] + ordered + 64 * (F * i + f));
-            sums[t][f] = _mm512_dpbusd_epi32(sums[t][f], codes[f], by);
+            add_quarter<K>(i, codes[f], by, sums[t][f], open[t][f]);
           }
         }
       }
@@ -189,7 +236,7 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 #pragma GCC unroll 4
         for (int f = 0; f < F; f++) {
           int32_t *mine = out + t * room + f * units + at / unit, *other = mine + F * units;
-          const v64 all = sums[t][f];
+          const v64 all = in_order(sums[t][f]);
           if (unit == 16) {
             const __mmask8 some = (__mmask8)((1 << 2 * count) - 1);
             _mm256_mask_storeu_epi32(mine, some, _mm512_castsi512_si256(all));
@@ -206,6 +253,7 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
   }
 }
 
+#ifdef __AVX512VNNI__
 // ---- up to kSideBySide tokens and codes of 2 to 6 bits: kOutputs rows of gate or up side by side in lanes, so
 // that no sum crosses them
 
@@ -928,6 +976,8 @@ void turn_columns(const Integers& as, const DownRows& rows, int64_t multiple, in
     }
   }
 }
+
+#endif
 
 }  // namespace
 }  // namespace moejax

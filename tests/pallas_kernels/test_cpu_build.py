@@ -276,9 +276,9 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_sanitizers_find_nothing_in_integer_products(repository, tmp_path):
-    """Of every form that runs here: portable code, AVX2, VNNI and tiles have the same bits."""
+    """Of every form that runs here: portable code, AVX2, AVX-512, VNNI and tiles: the same bits."""
     compiler, said = build.find_compiler(), []
-    here, forms = sets_of_linux(), ("avx2", "avx512bf16")
+    here, forms = sets_of_linux(), ("avx2", "avx512", "avx512bf16")
     sets = build.PORTABLE | {isa: build.X86[isa] for isa in forms if isa in here}
     if "amx" in here:
         lanes, extra = build.X86["avx512bf16"]
