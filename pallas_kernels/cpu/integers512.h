@@ -447,7 +447,7 @@ INLINE vf number_of(const SideBySide& s, int64_t u, int j) {
 template <class F>
 INLINE void turn_lines(const void* lines, int64_t size, F f) {
   const auto turn = [&](int64_t at, auto whole) {
-    const __mmask8 some = (__mmask8)((1 << (size - at) / 2) - 1);
+    const __mmask8 some = (__mmask8)(decltype(whole)::value ? 255 : (1 << (size - at) / 2) - 1);
     const auto line = [&](int64_t r) {
       const __m128i* mine = (const __m128i*)((const char*)lines + r * size + at);
       return decltype(whole)::value ? _mm_loadu_si128(mine) : _mm_maskz_loadu_epi16(some, mine);
