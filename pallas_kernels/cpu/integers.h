@@ -2,7 +2,7 @@
 // has the meaning). Sums of integers are exact, so only the order of the sum over units decides bits:
 // it is one for every instruction set and every number of tokens. Included by kernels.cc.
 //
-// Codes are multiplied as unsigned bytes or words, in whatever order they leave their elements:
+// Codes are multiplied as bytes or words, in whatever order they leave their elements:
 // numbers are brought into the same order once. What makes an integer of a byte is taken away from a
 // unit's sum, in float32, which holds all of these numbers exactly.
 #pragma once
@@ -492,10 +492,7 @@ INLINE V bytes_at(const Byte* p) {
     return __builtin_convertvector((vi)(positive ? _mm512_cvtepu8_epi32(some) : _mm512_cvtepi8_epi32(some)), V);
   } else
 #endif
-  {
-    const __m128i some = _mm_loadl_epi64((const __m128i*)p);
-    return __builtin_convertvector((wi)(positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some)), V);
-  }
+  return (V)eight_bytes(positive, p);
 }
 template <class V, class Byte, int64_t each>
 INLINE V scales_at(const SharedScales<Byte, each>& p) {
@@ -526,7 +523,7 @@ INLINE vw half_of(vf v) { return (vw)_mm512_extractf32x8_ps((__m512)v, half); }
 template <Shift how, bool zeros, int R, class S>
 INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S shift, int64_t scales_apart,
                       const float* x_scale, const float* x_sum, int64_t units, float* y) {
-  vw lane[R][kUnitLanes / W];
+  vw lane[R][kUnitLanes / W];  // `= {}` would be a call, or `rep stos`
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
@@ -1435,12 +1432,13 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
 #else
   constexpr bool halves = false, positive = false, negative = false;
 #endif
+  const bool as_they_are = halves || positive || negative;  // scales: else they are widened
   for (int64_t lane = 0; lane < kUnitLanes; lane++) {
     if (!lane) ask_for_scales(f, record, column, n, lane, every);
     if (lane + 1 < every) ask_for_scales(f, record, column, n, lane + 1, every);
     if (lane < every) column_sums(f, record, as, column, n, step, lane, every, h, tokens, room, sums);
     const int64_t count = (units - lane + kUnitLanes - 1) / kUnitLanes;
-    for (int64_t k = 0; k < count && !halves && !positive && !negative; k++) {
+    for (int64_t k = 0; !as_they_are && k < count; k++) {
       column_scales(f, record, (lane + k * kUnitLanes) * c.unit / c.group, column, n, scale + k * room, shift + k * room);
       times_factor(as, n, scale + k * room);
     }

@@ -690,11 +690,15 @@ void times_supers(const Format& f, const uint16_t* record, int matrix, int64_t p
 }
 
 #ifdef __AVX2__
-// Eight numbers that are bytes, times others.
-INLINE __m256 times_bytes(bool positive, const uint8_t* bytes, __m256 others) {
+// Eight numbers that are bytes.
+INLINE __m256 eight_bytes(bool positive, const void* bytes) {
   const __m128i some = _mm_loadl_epi64((const __m128i*)bytes);
-  const __m256i numbers = positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some);
-  return _mm256_mul_ps(_mm256_cvtepi32_ps(numbers), others);
+  return _mm256_cvtepi32_ps(positive ? _mm256_cvtepu8_epi32(some) : _mm256_cvtepi8_epi32(some));
+}
+
+// The same, times others.
+INLINE __m256 times_bytes(bool positive, const uint8_t* bytes, __m256 others) {
+  return _mm256_mul_ps(eight_bytes(positive, bytes), others);
 }
 
 // The same of numbers that are bytes, as many times `super`, a multiple of 8.
