@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -282,7 +283,8 @@ class LlamaEngine:
         self._memory = self.llama.llama_get_memory(self._context)
         self._batch = self.llama.llama_batch_init(params.n_batch, 0, 1)
         self._started = 0
-        self.versions = {"llama-cpp-python": self.llama.__version__}
+        features = re.findall(r"(\w+) = 1", self.llama.llama_print_system_info().decode())
+        self.versions = {"llama-cpp-python": self.llama.__version__, "ops": " ".join(features)}
 
     def start(self, batch: int) -> None:
         contexts = self.task.decoded()[:, : self.task.context]
