@@ -98,7 +98,7 @@ class Subject:
 def subject(request) -> Iterator[Subject]:
     dtype, ops, driver = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "LEAST_PREFILL", 1)
+        patch.setattr(shapes, "LEAST_NATIVE_PREFILL", 1)
         with make_llm(dtype, ops=ops, driver=driver) as llm:
             found = llm.engine.runner.shapes.prefills
             assert found == ((1, 4) if ops != "xla" else (4,))

@@ -120,3 +120,4 @@ def test_a_prefill_step_takes_the_fewest_chunks_that_hold_its_own():
 
     assert chunks(31 * 64) == (31,) and chunks(32 * 64) == (8, 32) and chunks(100 * 64) == (25, 100)
     assert chunks(8192, bucketed=False) == (128,) and chunks(8) == (1,)
+    assert shapes_of(16, 4096, batched=2048, native=True).prefills == (2, 8, 32)
