@@ -628,7 +628,7 @@ const Kernels& kernels_amx() {
     k.name = "amx", k.few = few, k.rows_of_task = rows_of_task, k.elements = kSide, k.scales_ahead = true;
     k.dots_of_many = dots_of_many, k.add_of_many = add_of_many;
     k.takes = takes, k.encoded_dots = encoded_dots, k.encoded_add = encoded_add;
-    k.attended_rows = 256, k.pack_queries = pack_queries, k.attend = attend;
+    k.attended_rows = attended_rows, k.pack_queries = pack_queries, k.attend = attend;
     k.integer_dots = integer_dots_by_tiles, k.integer_columns = integer_columns_by_tiles;
     return k;
   }();

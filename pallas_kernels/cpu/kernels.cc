@@ -1688,7 +1688,7 @@ const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
     decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, quantize, integer_dots,
     integer_columns, widen, narrow, norm, activate,
-    delta, scan, scan_each, exponentials, kAttendedRows, pack_queries, attend, fold, attended, draw_row, rank_row,
+    delta, scan, scan_each, exponentials, attended_rows, pack_queries, attend, fold, attended, draw_row, rank_row,
 };
 
 #ifdef __AMX_INT8__

@@ -262,7 +262,7 @@ struct Kernels {
                     const float* x, const float* read, float* out);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
-  int64_t attended_rows;  // (query, head) rows of one call of `attend`, as ops make it, at most
+  int64_t (*attended_rows)(Type type);  // (query, head) rows of one call of `attend`, at most
   // Rows x[n] of queries in the order in which `attend` wants them: padded(n) floats each, with room
   // for a multiple of kTokenGroup of them.
   void (*pack_queries)(Type type, const void* const* rows, int64_t count, int64_t n, float* out);

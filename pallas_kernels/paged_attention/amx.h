@@ -232,6 +232,8 @@ void add_values(const AttendedSpan& s, int64_t row, const char* weights, const c
   }
 }
 
+int64_t attended_rows(Type type) { return type == Type::BF16 ? 256 : kernels_avx512bf16.attended_rows(type); }
+
 void attend(const AttendedSpan& s) {
   if (s.type != Type::BF16) return kernels_avx512bf16.attend(s);
   const int64_t groups = (s.rows + kSide - 1) / kSide;

@@ -276,7 +276,7 @@ void attend(Pool& pool, const Kernels& k, const Attention& c,
   std::vector<Task> tasks, folds;
   for (const Queries& q : queries) {
     const int64_t all = q.count * s.groups;
-    int64_t open = k.attended_rows;
+    int64_t open = k.attended_rows(c.type);
     while (open > kTokens && pairs * ((all + open - 1) / open) < wanted) open /= 2;
     const int64_t together = std::clamp<int64_t>(open / all, 1, (c.kv_heads + even - 1) / even);
     const bool apart = splits_of(q) > run;

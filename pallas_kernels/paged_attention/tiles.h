@@ -437,15 +437,11 @@ void attend_as(const AttendedSpan& s) {
   else attend_rows<kind, kBlockRows>(s);
 }
 
+int64_t attended_rows(Type) { return kAttendedRows; }
+
 void attend(const AttendedSpan& s) {
-  AttendedSpan some = s;
-  for (int64_t row = 0; row < s.rows; row += kAttendedRows, some.next_count = 0) {  // AMX's tasks have more rows
-    some.rows = least(kAttendedRows, s.rows - row), some.first = s.first + row, some.end = s.end + row;
-    some.q = s.q + row * s.q_width, some.total = s.total + row * s.width;
-    some.top = s.top + row, some.mass = s.mass + row;
-    if (kind_of(s.type) == Type::BF16) attend_as<Type::BF16>(some);
-    else attend_as<Type::F32>(some);
-  }
+  if (kind_of(s.type) == Type::BF16) attend_as<Type::BF16>(s);
+  else attend_as<Type::F32>(s);
 }
 
 }  // namespace
