@@ -31,6 +31,12 @@ INLINE void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 INLINE vf splat(float x) { return x - vf{}; }  // not + 0, which is not free
+// Two numbers, one in each half of the lanes.
+INLINE vf halves(const float* two) {
+  vi lane;
+  for (int i = 0; i < L; i++) lane[i] = i;
+  return lane < (int)L / 2 ? splat(two[0]) : splat(two[1]);
+}
 INLINE vf as_float(vu v) { return (vf)v; }
 INLINE float as_float(uint32_t u) {
   float f;

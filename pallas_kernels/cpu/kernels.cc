@@ -730,7 +730,7 @@ void each_super_of(bool positive, const uint8_t* bytes, const uint16_t* supers, 
 }
 #endif
 
-#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
 // Whole vectors of bytes times the float16 that `super` of them share, 8 or 16: scales or, negative,
 // minimums, of lines that follow each other.
 void supers_of(const Coding& c, const uint16_t* record, int64_t hidden, bool mins, int64_t at, int64_t n,
@@ -766,7 +766,7 @@ void groups_of(const Format& f, const uint16_t* record, int matrix, int64_t line
   const bool bytes = c.scale == ScaleType::U8 || c.scale == ScaleType::I8;
   const bool whole = bytes && c.super % 8 == 0 && matrix != DOWN && c.super && length % c.super == 0;
 #endif
-#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
   if (whole && c.super <= 16 && at % L == 0 && n % L == 0) {
     supers_of(c, record, f.hidden, false, at, n, scale);
     if (has_shifts(c.kind)) supers_of(c, record, f.hidden, true, at, n, shift);
@@ -1069,7 +1069,14 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
       }
     }
 #endif
-    for (int64_t i = 0, last = c.group - s.first, g = 0; i < s.n; last += c.group, g++) {
+    int64_t i = 0, g = 0;
+    if constexpr (kind == Codes::Int6) {
+      if (f.type == Type::BF16 && c.group == L && s.first == 0) {  // vectors of two groups
+        const auto scales = [&](int64_t at, int) -> Scale { return {halves(scale + at / L), vf{}}; };
+        i = pairs<kind>(c, e, s.n, scales, (uint16_t*)out + place), g = i / L;
+      }
+    }
+    for (int64_t last = (g + 1) * c.group - s.first; i < s.n; last += c.group, g++) {
       last = least(last, s.n);
       if (f.type == Type::BF16) {
         uint16_t* to = (uint16_t*)out + place + i;
