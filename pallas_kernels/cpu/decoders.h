@@ -229,14 +229,14 @@ INLINE bool multiplied_in_parts(const Format& f) {
          (f.matrix[GATE].group == kPart && f.matrix[UP].group == kPart);
 }
 
-// Of 2^16 times a number of at most 18 bits: the number, rounded to bfloat16's 8 bits, to nearest even,
-// in two operations. It is added behind its multiple, where a sum has no more than those 8 left. For
-// finite numbers that are no denormals.
-INLINE vf rounded(vf large) { return (large + large * 0x1p-16f) - large; }
+// Rounded to bfloat16's 8 bits, to nearest even, in two operations. The 24 bits of 2^16 times a number end where
+// the number's first 8 do, so the difference of both has it rounded, which the sum leaves. Products are exact,
+// fused or not. For numbers below 2^111 that are no denormals.
+INLINE vf rounded(vf v) { return v * 0x1p16f + (v - v * 0x1p16f); }
 
-// What makes codes weights: 2^16 · scale, and what their zero is then, negative.
+// What makes codes weights: a factor, and what their zero is then, negative.
 struct Scale {
-  vf large, zero;
+  vf factor, zero;
 };
 
 INLINE float scale_f16(uint16_t h) {
@@ -249,11 +249,11 @@ INLINE float scale_f16(uint16_t h) {
 
 template <Codes kind>
 INLINE Scale scale_of(float scale) {
-  return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of(kind)))};
+  return {splat(scale), splat(scale * -zero_of(kind))};
 }
 
 // A weight is exact before it is rounded: 8 bits of code and 11 of scale.
-INLINE vf weights_of(vf codes, vf large, vf zero) { return rounded(codes * large + zero); }
+INLINE vf weights_of(vf codes, vf factor, vf zero) { return rounded(codes * factor + zero); }
 
 // Codes of some bits from `bit` of each lane on.
 template <int bits, int bit>

@@ -827,8 +827,8 @@ INLINE int64_t pairs_of(Elements c, int64_t n, bool half, Scales scales, uint16_
     if (kPlaneAtRunTime) both = both >> (uint32_t)(bits * c.plane);
     const Scale first = scales(at, 0), second = scales(at, 1);
     if constexpr (quick) {
-      const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
-      const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.large, second.zero);
+      const vf even = weights_of(codes_of<bits, bits * plane>(both), first.factor, first.zero);
+      const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.factor, second.zero);
       store(out + at, ((vu)even >> 16) | (vu)odd);
     } else {
       vu low = {}, high = {};
@@ -837,8 +837,8 @@ INLINE int64_t pairs_of(Elements c, int64_t n, bool half, Scales scales, uint16_
         constexpr uint32_t mask = (1u << highs_of(kind)) - 1;
         low = (highs & mask) << bits, high = ((highs >> 16) & mask) << bits;
       }
-      vf even = scaled_of<kind>(values_of<kind, bits * plane>(both, low), first.large, first.zero);
-      vf odd = scaled_of<kind>(values_of<kind, 16 + bits * plane>(both, high), second.large, second.zero);
+      vf even = scaled_of<kind>(values_of<kind, bits * plane>(both, low), first.factor, first.zero);
+      vf odd = scaled_of<kind>(values_of<kind, 16 + bits * plane>(both, high), second.factor, second.zero);
       if (half) even = through_f16(even), odd = through_f16(odd);
       store(out + at, (upper_bf16(even) >> 16) | upper_bf16(odd));
     }
@@ -900,7 +900,7 @@ INLINE int64_t floats_of(const Coding& c, Type type, Elements e, int64_t n, Scal
       highs = (highs & ((1u << more) - 1)) << bits;
     }
     const Scale by = scales(at);
-    vf weights = scaled_of<kind>(values_of<kind, bits * plane>(lanes, highs), by.large, by.zero);
+    vf weights = scaled_of<kind>(values_of<kind, bits * plane>(lanes, highs), by.factor, by.zero);
     if (c.product == Rounding::F16) weights = through_f16(weights);
     if (c.product == Rounding::BF16) weights = as_float(upper_bf16(weights));
     if (type == Type::F16) weights = through_f16(weights);
@@ -1187,8 +1187,7 @@ void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t
     }
     // Whole vectors as `scale_at` reads them; the columns behind them have plain scales, and 2·L
     // floats on their zeros or minimums.
-    const bool quick = is_plain(c.kind) && short_weights(c);
-    const float large = quick ? 0x1p16f : 1, zero = -zero_of(c.kind);
+    const float zero = -zero_of(c.kind);
     for (int64_t start = 0; start < count; start += kScales) {
       float scale[kScales], shift[kScales];
       const int64_t n = least(kScales, count - start);
@@ -1197,7 +1196,7 @@ void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t
       for (; at + 2 * L <= n; at += 2 * L, mine += 4 * L) {
         vf even, odd, even_zero, odd_zero;
         for (int i = 0; i < L; i++) even[i] = scale[at + 2 * i], odd[i] = scale[at + 2 * i + 1];
-        even = even * large, odd = odd * large, even_zero = even * zero, odd_zero = odd * zero;
+        even_zero = even * zero, odd_zero = odd * zero;
         for (int i = 0; i < L && has_shifts(c.kind); i++) {
           even_zero[i] = shift[at + 2 * i], odd_zero[i] = shift[at + 2 * i + 1];
         }
@@ -1285,239 +1284,11 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
   memcpy(out, weights, count * size);
 }
 
-// ---- encoded rows, multiplied as they are decoded (Kernels::takes): the bits of `decode` and `dots`
-// or `add`, since each sum has the same terms in the same order
-
-#ifdef __AVX512BF16__
-constexpr int64_t kElements = 32;  // rows of elements of one call of `encoded_add`
-constexpr bool kScalesAhead = false;
 }  // namespace
 }  // namespace moejax
-#include "encoded512.h"
+#include "encoded.h"
 namespace moejax {
 namespace {
-#else
-constexpr int64_t kElements = 4;
-constexpr bool kScalesAhead = true;
-INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
-
-template <size_t...>
-struct Indices {};
-
-constexpr int64_t kLine = 32;  // elements of a cache line
-
-// Rows of the next call of a place, towards the cache; what lies behind a record is not read.
-INLINE void fetch(const uint16_t* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
-}
-
-// A row of gate or up: its codes and scales.
-struct Row {
-  const uint16_t *codes, *scales;
-};
-
-// kPart weights of a row that share a plane and a scale; `get` gives a block of them, whose
-// length is `step`.
-template <int bits, int plane>
-struct Part;
-
-template <int plane>
-struct Part<8, plane> {
-  static constexpr int64_t step = 2 * L;
-  const uint16_t* codes;
-  vf even, odd, zero;
-  // Codes become floats where they lie in a lane, and scales take that back; but the sign has a bit.
-  INLINE Part(const Row& row, int64_t size, int64_t at) : codes(row.codes + at - plane * size) {
-    const Scale scale = scale_of<Codes::Int8>(scale_f16(row.scales[at / kPart]));
-    even = plane ? scale.large * 0x1p-8f : scale.large;
-    odd = plane ? scale.large : scale.large * 0x1p-16f;
-    zero = scale.zero;
-  }
-  INLINE void get(int64_t i, Pair* out) const {
-    const vu both = load<vu>(codes + i);
-    const vu first = both & (plane ? 0xff00u : 0xffu);
-    const vu second = plane ? both >> 24 : both & 0xff0000u;
-    out->first = weights_of(__builtin_convertvector((vi)first, vf), even, zero);
-    out->second = weights_of(__builtin_convertvector((vi)second, vf), odd, zero);
-  }
-};
-
-template <int plane>
-struct Part<4, plane> {
-  const uint16_t* codes;
-#if defined(__AVX2__) && MOEJAX_LANES == 8
-  static constexpr int64_t step = 4 * L;
-  Table table;
-  INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), table(table_of<Codes::Int4>(scale_f16(row.scales[at / kPart]), 0, false)) {}
-  INLINE void get(int64_t i, Pair* out) const {
-    vu weights[2];
-    looked_up<plane>(codes + i, table, weights);
-    out[0] = halves(weights[0]), out[1] = halves(weights[1]);
-  }
-#else
-  static constexpr int64_t step = 2 * L;
-  Scale scale;
-  INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size),
-        scale(scale_of<Codes::Int4>(scale_f16(row.scales[at / kPart]))) {}
-  INLINE void get(int64_t i, Pair* out) const {
-    const vu both = load<vu>(codes + i);
-    out->first = weights_of(codes_of<4, 4 * plane>(both), scale.large, scale.zero);
-    out->second = weights_of(codes_of<4, 16 + 4 * plane>(both), scale.large, scale.zero);
-  }
-#endif
-};
-
-template <int T, int R>
-INLINE void add_pair(Pair pair, const float* const* x, int64_t at, int j, vf (*total)[R]) {
-#pragma GCC unroll 4
-  for (int t = 0; t < T; t++) {
-    total[t][j] = total[t][j] + pair.first * load<vf>(x[t] + at);
-    total[t][j] = total[t][j] + pair.second * load<vf>(x[t] + at + L);
-  }
-}
-
-template <int bits, int plane, int T, int R, size_t... r>
-INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* x, vf (*total)[R],
-                          Indices<r...>) {
-  const int64_t size = f.hidden * bits / 16;
-  for (int64_t at = plane * size; at < (plane + 1) * size; at += kPart) {
-    const Part<bits, plane> parts[R] = {{rows[r], size, at}...};
-    // Elements are passed once for each plane, and come from memory the first time.
-    for (int j = 0; plane == 0 && j < R; j++) fetch(parts[j].codes + R * size, kPart);
-    constexpr int64_t step = Part<bits, plane>::step;
-    for (int64_t i = 0; i < kPart; i += step) {
-#pragma GCC unroll 4
-      for (int j = 0; j < R; j++) {
-        Pair pairs[step / (2 * L)];
-        parts[j].get(i, pairs);
-#pragma GCC unroll 2
-        for (int b = 0; b < step / (2 * L); b++) {
-          add_pair<T, R>(pairs[b], x, at + i + 2 * L * b, j, total);
-        }
-      }
-    }
-  }
-}
-
-template <int T>
-INLINE constexpr auto rows_at_once() {
-  if constexpr (T == 1) return Indices<0, 1, 2, 3>();
-  else return Indices<0, 1>();
-}
-
-template <int bits, int T>
-void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t first,
-                  int64_t count, const float* const* x, float* y, int64_t stride) {
-  constexpr auto numbers = rows_at_once<T>();
-  constexpr int R = T == 1 ? 4 : 2;
-  const int64_t size = f.hidden * bits / 16, groups = f.hidden / kPart;
-  for (int64_t r = 0; r < count; r += R) {
-    Row rows[R];
-    for (int64_t i = 0; i < R; i++) {
-      const int64_t row = first + least(r + i, count - 1);  // the last, where there are no more
-      rows[i] = {record + f.matrix[matrix].codes * f.hidden + row * size,
-                 record + f.matrix[matrix].extra * f.hidden + row * groups};
-    }
-    vf total[T][R] = {};
-    encoded_plane<bits, 0, T, R>(f, rows, x, total, numbers);
-    encoded_plane<bits, 1, T, R>(f, rows, x, total, numbers);
-    if constexpr (bits == 4) {
-      encoded_plane<bits, 2, T, R>(f, rows, x, total, numbers);
-      encoded_plane<bits, 3, T, R>(f, rows, x, total, numbers);
-    }
-    for (int t = 0; t < T; t++) {
-      for (int64_t i = 0; i < R && r + i < count; i++) y[t * stride + r + i] = sum(total[t][i]);
-    }
-  }
-}
-
-void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
-                  const float* const* x, int64_t tokens, float* y, int64_t stride) {
-  chosen<1, kTokens>(tokens, [&](auto t) {
-    const bool bytes = f.matrix[GATE].kind == Codes::Int8;
-    const auto with = bytes ? encoded_rows<8, t.value> : encoded_rows<4, t.value>;
-    with(f, record, matrix, first, rows, x, y, stride);
-  });
-}
-
-// Quarter j of what 2·L columns of a row of elements hold of down^T (rows r, r + I/4, r + I/2,
-// r + 3·I/4), times h, onto the sums. lanes: one vector of elements, or those of r and of r + I/4.
-template <int bits, int j, int T>
-INLINE void add_quarter(const vu* lanes, const float* scales, int64_t at, const float* const* h,
-                        int64_t place, vf (*sums)[2]) {
-  constexpr int bit = bits == 8 ? j / 2 * 8 : j * 4;
-  const vu both = lanes[bits == 8 ? j % 2 : 0];
-  const Scale even = scale_at(scales, at, 0), odd = scale_at(scales, at, 1);
-  const vf first = weights_of(codes_of<bits, bit>(both), even.large, even.zero);
-  const vf second = weights_of(codes_of<bits, 16 + bit>(both), odd.large, odd.zero);
-#pragma GCC unroll 4
-  for (int t = 0; t < T; t++) {
-    const vf factor = splat(h[t][place + j]);
-    sums[t][0] = sums[t][0] + factor * first;
-    sums[t][1] = sums[t][1] + factor * second;
-  }
-}
-
-// Rows of elements [first, first + rows) onto the sums of n columns from `column` on.
-template <int bits, int T>
-void encoded_columns(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
-                     int64_t column, int64_t n, const float* scales, const float* const* h,
-                     float* const* total) {
-  const int64_t quarter = f.width / 4;
-  const uint16_t* codes = record + (f.matrix[DOWN].codes + first) * f.hidden + column;
-  const float* scale[kElements][4];
-  for (int64_t i = 0; i < rows; i++) {
-    for (int64_t j = 0; j < 4; j++) {
-      scale[i][j] = scales + (first + i + j * quarter) / f.matrix[DOWN].group * 2 * padded(n);
-    }
-  }
-  constexpr int C = T <= 2 ? 2 : 1;  // blocks of 2·L columns at once
-  for (int64_t at = 0; at < n; at += 2 * L * C) {
-    vf sums[C][T][2];
-    for (int c = 0; c < C; c++) {
-      for (int t = 0; t < T; t++) memcpy(sums[c][t], total[t] + at + 2 * L * c, sizeof sums[c][t]);
-    }
-    for (int64_t i = 0; i < rows; i++) {
-      const uint16_t* here = codes + i * f.hidden + at;
-      if (at % kLine == 0) {
-        fetch(here + kElements * f.hidden, 1);
-        if (bits == 8) fetch(here + (kElements + quarter) * f.hidden, 1);
-      }
-#pragma GCC unroll 2
-      for (int c = 0; c < C; c++) {
-        const int64_t next = at + 2 * L * c;
-        const uint16_t* mine = here + 2 * L * c;
-        const vu lanes[] = {load<vu>(mine), bits == 8 ? load<vu>(mine + quarter * f.hidden) : vu{}};
-        add_quarter<bits, 0, T>(lanes, scale[i][0], next, h, 4 * i, sums[c]);
-        add_quarter<bits, 1, T>(lanes, scale[i][1], next, h, 4 * i, sums[c]);
-        add_quarter<bits, 2, T>(lanes, scale[i][2], next, h, 4 * i, sums[c]);
-        add_quarter<bits, 3, T>(lanes, scale[i][3], next, h, 4 * i, sums[c]);
-      }
-    }
-    for (int c = 0; c < C; c++) {
-      for (int t = 0; t < T; t++) memcpy(total[t] + at + 2 * L * c, sums[c][t], sizeof sums[c][t]);
-    }
-  }
-}
-
-void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
-                 int64_t column, int64_t n, const float* scales, const float* const* h,
-                 int64_t tokens, float* const* total) {
-  chosen<1, kTokens>(tokens, [&](auto t) {
-    const bool bytes = f.matrix[GATE].kind == Codes::Int8;
-    const auto with = bytes ? encoded_columns<8, t.value> : encoded_columns<4, t.value>;
-    with(f, record, first, rows, column, n, scales, h, total);
-  });
-}
-
-// Not lossless12, which gains nothing by it: its escapes want a block.
-int64_t takes(const Format& f) {
-  const bool ints = f.matrix[GATE].kind == Codes::Int8 || f.matrix[GATE].kind == Codes::Int4;
-  return ints && multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0;
-}
-#endif
 
 // ---- functions
 
@@ -1693,7 +1464,7 @@ namespace moejax {
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
-    decode, down_scales, takes, encoded_dots, encoded_add, kElements, kScalesAhead, quantize, integer_dots,
+    decode, down_scales, takes, encoded_dots, encoded_add, kElements, false, quantize, integer_dots,
     integer_columns, widen, narrow, norm, activate,
     delta, scan, scan_each, exponentials, attended_rows, pack_queries, attend, fold, attended, draw_row, rank_row,
 };
