@@ -32,7 +32,7 @@ INLINE void store(void* p, V v) {
 }
 INLINE vf splat(float x) { return x - vf{}; }  // not + 0, which is not free
 // Two numbers, one in each half of the lanes.
-INLINE vf halves(const float* two) {
+INLINE vf in_halves(const float* two) {
   vi lane;
   for (int i = 0; i < L; i++) lane[i] = i;
   return lane < (int)L / 2 ? splat(two[0]) : splat(two[1]);
@@ -229,9 +229,9 @@ INLINE bool multiplied_in_parts(const Format& f) {
          (f.matrix[GATE].group == kPart && f.matrix[UP].group == kPart);
 }
 
-// Rounded to bfloat16's 8 bits, to nearest even, in two operations. The 24 bits of 2^16 times a number end where
-// the number's first 8 do, so the difference of both has it rounded, which the sum leaves. Products are exact,
-// fused or not. For numbers below 2^111 that are no denormals.
+// Rounded to bfloat16's 8 bits, to nearest even, in two operations: v - 2^16 v has 24 bits, which end where v's
+// first 8 do, so it rounds v there, and adding 2^16 v leaves that. Products are exact, fused or not. For numbers
+// below 2^111 that are no denormals.
 INLINE vf rounded(vf v) { return v * 0x1p16f + (v - v * 0x1p16f); }
 
 // What makes codes weights: a factor, and what their zero is then, negative.

@@ -126,7 +126,7 @@ INLINE void pass_rows(const Format& f, const Coding& c, const Passes& p, const u
     const auto state_of = [&](int r) {
       return blocks.set(scales + r * p.groups + group, shifts + r * p.groups + group);
     };
-    // Asks for the next rows' lines, evenly. GCC takes a call of what does nothing else away.
+    // Asks for the next rows' lines, evenly. GCC drops a call of a function that does nothing else, so it is inlined.
     const auto ask = [&](int64_t at) __attribute__((always_inline)) {
       if (at % (kLine * planes)) return;
       for (int r = 0; r < R; r++) soon(codes[r] + R * size + at / planes);

@@ -111,7 +111,7 @@ struct Blocks {
   const ColumnValues<kind> values;
   INLINE Blocks(int64_t plane, int64_t high_plane, bool) : values(plane, high_plane) {}
 
-  INLINE static vf of_lanes(const float* numbers) { return two ? halves(numbers) : splat(*numbers); }
+  INLINE static vf of_lanes(const float* numbers) { return two ? in_halves(numbers) : splat(*numbers); }
   INLINE State set(const float* scale, const float* shift) const {
     State s = {of_lanes(scale), shift_of(kind) == Shift::None ? vf{} : of_lanes(shift), vf{}};
     prepare<kind, how>(s.scale, s.shift);

@@ -939,34 +939,27 @@ INLINE Table table_of(float scale, float shift, bool half) {
   return {_mm256_permute4x64_epi64(bytes, 0x88), _mm256_permute4x64_epi64(bytes, 0xdd)};
 }
 
-// The weights of 4·L elements: codes are brought together as bytes, two vectors of elements in one,
+// The weights of elements, 4·L at once: codes are brought together as bytes, two vectors of elements in one,
 // looked up, and their lower and upper bytes put side by side again, which undoes the order.
-template <int plane>
-INLINE void looked_up(const uint16_t* codes, Table table, vu (&out)[2]) {
-  __m256i a = _mm256_loadu_si256((const __m256i*)codes);
-  __m256i b = _mm256_loadu_si256((const __m256i*)(codes + 2 * L));
-  if (plane < 2) {
-    const __m256i mask = _mm256_set1_epi16(plane ? 0xf0 : 0x0f);
-    a = _mm256_and_si256(a, mask), b = _mm256_and_si256(b, mask);
-  } else {
-    constexpr int shift = plane == 2 ? 8 : 12;
-    a = _mm256_srli_epi16(a, shift), b = _mm256_srli_epi16(b, shift);
-  }
-  __m256i code = _mm256_packus_epi16(a, b);
-  if (plane == 1) code = _mm256_srli_epi16(code, 4);
-  if (plane == 2) code = _mm256_and_si256(code, _mm256_set1_epi8(15));
-  const __m256i low = _mm256_shuffle_epi8(table.low, code);
-  const __m256i high = _mm256_shuffle_epi8(table.high, code);
-  out[0] = (vu)_mm256_unpacklo_epi8(low, high), out[1] = (vu)_mm256_unpackhi_epi8(low, high);
-}
-
 template <int plane>
 INLINE int64_t looked_up(const uint16_t* codes, int64_t n, Table table, uint16_t* out) {
   int64_t at = 0;
   for (; at + 4 * L <= n; at += 4 * L) {
-    vu weights[2];
-    looked_up<plane>(codes + at, table, weights);
-    memcpy(out + at, weights, sizeof weights);
+    __m256i a = _mm256_loadu_si256((const __m256i*)(codes + at));
+    __m256i b = _mm256_loadu_si256((const __m256i*)(codes + at + 2 * L));
+    if (plane < 2) {
+      const __m256i mask = _mm256_set1_epi16(plane ? 0xf0 : 0x0f);
+      a = _mm256_and_si256(a, mask), b = _mm256_and_si256(b, mask);
+    } else {
+      constexpr int shift = plane == 2 ? 8 : 12;
+      a = _mm256_srli_epi16(a, shift), b = _mm256_srli_epi16(b, shift);
+    }
+    __m256i code = _mm256_packus_epi16(a, b);
+    if (plane == 1) code = _mm256_srli_epi16(code, 4);
+    if (plane == 2) code = _mm256_and_si256(code, _mm256_set1_epi8(15));
+    const __m256i low = _mm256_shuffle_epi8(table.low, code);
+    const __m256i high = _mm256_shuffle_epi8(table.high, code);
+    store(out + at, _mm256_unpacklo_epi8(low, high)), store(out + at + 2 * L, _mm256_unpackhi_epi8(low, high));
   }
   return at;
 }
@@ -1072,7 +1065,7 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
     int64_t i = 0, g = 0;
     if constexpr (kind == Codes::Int6) {
       if (f.type == Type::BF16 && c.group == L && s.first == 0) {  // vectors of two groups
-        const auto scales = [&](int64_t at, int) -> Scale { return {halves(scale + at / L), vf{}}; };
+        const auto scales = [&](int64_t at, int) -> Scale { return {in_halves(scale + at / L), vf{}}; };
         i = pairs<kind>(c, e, s.n, scales, (uint16_t*)out + place), g = i / L;
       }
     }
