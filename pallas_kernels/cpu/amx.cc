@@ -12,7 +12,7 @@ namespace moejax {
 void integer_dots_by_tiles(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                            const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch);
 void integer_columns_by_tiles(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
-                              int64_t tokens, float* const* y, float* scratch);
+                              int64_t tokens, float* const* y, float* scratch, const uint16_t* next);
 namespace {
 
 constexpr int64_t kSide = 16;        // rows of a tile, and its columns of 32 bits

@@ -215,7 +215,7 @@ INLINE void turn_rows(const uint16_t* rows, int64_t apart, v32* lower, v32* uppe
   }
 }
 
-// Rows of elements of down^T, and of the upper bits.
+// Rows of elements of down^T, and of the upper bits. A reference to it would be read anew after each store of sums.
 struct DownRows {
   const uint16_t *codes, *highs;
   int64_t apart;
@@ -1150,7 +1150,7 @@ INLINE void with_kind_of_columns(const Integers& as, F f) { with_kind(as, f); }
 // `ahead` of rows, and of their upper bits (no upper bits: 0), is asked for meanwhile, row by row: column by
 // column took up to twice the time.
 template <class K, int T>
-void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
+void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
                int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
   constexpr int P = K::planes, F = K::fields;  // a vector has planes f and f + F side by side, or words of f
   constexpr int R = K::highs ? 4 : 8;
@@ -1291,9 +1291,10 @@ void turn_columns(const Integers& as, const DownRows& rows, int64_t multiple, in
 #endif
 
 // Sums of products for each `step` rows and each of n columns, of rows `first` and each `every` further
-// ones, counted in steps: to out[t][number][column], `room` apart.
+// ones, counted in steps: to out[t][number][column], `room` apart. next: see Kernels::integer_columns.
 void column_sums(const Format& f, const uint16_t* record, const Integers& as, int64_t column, int64_t n, int64_t step,
-                 int64_t first, int64_t every, const float* const* h, int64_t tokens, int64_t room, int32_t* out) {
+                 int64_t first, int64_t every, const float* const* h, int64_t tokens, const uint16_t* next, int64_t room,
+                 int32_t* out) {
   const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1, apart = f.hidden;
   const Coding& c = f.matrix[DOWN];
   const int64_t width = f.width, size = (width + planes - 1) / planes, high_size = (width + high_planes - 1) / high_planes;
@@ -1317,12 +1318,12 @@ void column_sums(const Format& f, const uint16_t* record, const Integers& as, in
           for (int64_t j = 0; j < tokens * planes; j++) {
             own[j] = out + (j / planes * steps + (j % planes * size + row) / step / every) * room;
           }
-          // The next rows: of these, of the next call, or of the block of columns beside this one.
-          const int64_t later = row + every * step < size ? row + every * step : first + 1 < every ? (first + 1) * step : -1;
-          const int64_t high_row = as.highs ? row % high_size : 0;
-          const int64_t ahead = later < 0 ? n - row * apart : (later - row) * apart;
+          // The next rows: of these, of the next call, or what `next` begins with; else these once more.
+          const int64_t at = row + every * step < size ? row + every * step : first + 1 < every ? (first + 1) * step : -1;
+          const int64_t high_row = as.highs ? row % high_size : 0, beside = next ? next - (record + column) : 0;
+          const int64_t ahead = at >= 0 ? (at - row) * apart : next ? beside - row * apart : 0;
           int64_t highs_ahead = 0;
-          if (as.highs) highs_ahead = later < 0 ? n - high_row * apart : (later % high_size - high_row) * apart;
+          if (as.highs) highs_ahead = at >= 0 ? (at % high_size - high_row) * apart : next ? beside - high_row * apart : 0;
           const int64_t multiple = as.highs ? row / high_size : 0;
           const DownRows rows = {codes + row * apart, highs + high_row * apart, apart};
           band_sums<K, decltype(some)::value>(as, rows, multiple, step, done, ahead, highs_ahead, row == 0, to, row, size, own);
@@ -1356,12 +1357,10 @@ void ask_for_scales(const Format& f, const uint16_t* record, int64_t column, int
   const Coding& c = f.matrix[DOWN];
   if (c.across > 1) return;
   each_scale(c, [&](int64_t part, int64_t size, int64_t share) {
-    int64_t last = -1;
+    const int64_t units = c.group / c.unit * share;  // of a line
     for (int64_t u = first; u < f.width / c.unit; u += every) {
-      const int64_t line = u * c.unit / c.group / share;
-      if (line == last) continue;
-      last = line;
-      const char* mine = (const char*)(record + part * f.hidden) + (line * f.hidden + column) * size;
+      if (u % units) continue;  // a line is asked for with its first one
+      const char* mine = (const char*)(record + part * f.hidden) + (u / units * f.hidden + column) * size;
       for (int64_t i = 0; i < n * size; i += 64) soon(mine + i);
     }
   });
@@ -1414,7 +1413,7 @@ void sum_lane(const LaneSums& s, Scales scales, Shifts shifts, int64_t lane, flo
 }
 
 void few_columns(const Format& f, const uint16_t* record, const Integers& as, int64_t column, int64_t n,
-                 const float* const* h, int64_t tokens, float* const* y, float* scratch) {
+                 const float* const* h, int64_t tokens, float* const* y, float* scratch, const uint16_t* next) {
   const Coding& c = f.matrix[DOWN];
   const int64_t planes = 16 / as.bits, high_planes = as.highs ? 16 / as.highs : 1, apart = f.hidden;
   const int64_t room = sums_apart(n), units = f.width / c.unit, part = f.width / (planes > high_planes ? planes : high_planes);
@@ -1440,7 +1439,7 @@ void few_columns(const Format& f, const uint16_t* record, const Integers& as, in
   for (int64_t lane = 0; lane < kUnitLanes; lane++) {
     if (!lane) ask_for_scales(f, record, column, n, lane, every);
     if (lane + 1 < every) ask_for_scales(f, record, column, n, lane + 1, every);
-    if (lane < every) column_sums(f, record, as, column, n, step, lane, every, h, tokens, room, sums);
+    if (lane < every) column_sums(f, record, as, column, n, step, lane, every, h, tokens, next, room, sums);
     const int64_t count = (units - lane + kUnitLanes - 1) / kUnitLanes;
     for (int64_t k = 0; !as_they_are && k < count; k++) {
       column_scales(f, record, (lane + k * kUnitLanes) * c.unit / c.group, column, n, scale + k * room, shift + k * room);
@@ -1538,7 +1537,7 @@ void blocks_of_columns(const Format& f, const uint16_t* record, const Integers& 
 
 template <bool tiles>
 void integer_columns_of(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
-                        int64_t tokens, float* const* y, float* scratch) {
+                        int64_t tokens, float* const* y, float* scratch, const uint16_t* next) {
   Integers as = integers_of(f.matrix[DOWN].kind);
 #ifdef __AVX512VNNI__
   as = without_signs(as);
@@ -1549,13 +1548,13 @@ void integer_columns_of(const Format& f, const uint16_t* record, int64_t column,
   }
 #endif
   for (int64_t t = 0; t < tokens; t += kFew) {
-    few_columns(f, record, as, column, n, h + t, least(kFew, tokens - t), y + t, scratch);
+    few_columns(f, record, as, column, n, h + t, least(kFew, tokens - t), y + t, scratch, next);
   }
 }
 
 void integer_columns(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
-                     int64_t tokens, float* const* y, float* scratch) {
-  integer_columns_of<false>(f, record, column, n, h, tokens, y, scratch);
+                     int64_t tokens, float* const* y, float* scratch, const uint16_t* next) {
+  integer_columns_of<false>(f, record, column, n, h, tokens, y, scratch, next);
 }
 
 }  // namespace

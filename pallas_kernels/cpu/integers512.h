@@ -634,7 +634,7 @@ INLINE void by_plane(const v64 (&v)[4], v64 (&out)[2][2]) {
 
 // Of any number of columns: rows of `out` have room for a multiple of 16.
 template <class K, int T>
-void band_sums(const Integers& as, const DownRows& rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
+void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
                int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
   constexpr int F = K::fields, P = K::planes;
   alignas(64) int64_t factors[8][T][F][8];  // of each four rows

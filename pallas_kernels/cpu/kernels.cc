@@ -1469,8 +1469,8 @@ void integer_dots_by_tiles(const Format& f, const uint16_t* record, int matrix, 
   release_tiles();
 }
 void integer_columns_by_tiles(const Format& f, const uint16_t* record, int64_t column, int64_t n, const float* const* h,
-                              int64_t tokens, float* const* y, float* scratch) {
-  integer_columns_of<true>(f, record, column, n, h, tokens, y, scratch);
+                              int64_t tokens, float* const* y, float* scratch, const uint16_t* next) {
+  integer_columns_of<true>(f, record, column, n, h, tokens, y, scratch, next);
   release_tiles();
 }
 #endif

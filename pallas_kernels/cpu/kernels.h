@@ -107,7 +107,7 @@ static inline int64_t integer_columns_scratch(int64_t width, int64_t n, int64_t 
 
 // Columns of one call of `integer_columns`, as ops make it: few tokens read long streams, and the sums of
 // many stay in the second cache.
-constexpr int64_t kIntegerColumns = 1024;  // at most
+constexpr int64_t kIntegerColumns = 2048;  // at most
 static inline int64_t integer_columns_of(int64_t tokens) { return tokens > kFew ? 256 : kIntegerColumns; }
 
 constexpr int64_t kSpan = 64;  // tokens that attention reduces at once, ascending (contract 1b)
@@ -240,9 +240,10 @@ struct Kernels {
   void (*integer_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                        const float* const* x, int64_t tokens, float* y, int64_t stride, float* scratch);
   // y[t] = h[t] · down^T, n columns from `column` on, for tokens ≤ kIntegerTokens. h: quantized. scratch:
-  // integer_columns_scratch.
+  // integer_columns_scratch. next: where the record is whose columns are multiplied then, and the first of them, to
+  // fetch towards the cache meanwhile, or null.
   void (*integer_columns)(const Format& format, const uint16_t* record, int64_t column, int64_t n,
-                          const float* const* h, int64_t tokens, float* const* y, float* scratch);
+                          const float* const* h, int64_t tokens, float* const* y, float* scratch, const uint16_t* next);
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:

@@ -260,8 +260,8 @@ void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums
   }
 }
 
-// The same where h is quantized and codes are multiplied as they are.
-void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t count) {
+// The same where h is quantized and codes are multiplied as they are. next: see Kernels::integer_columns.
+void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t count, const uint16_t* next) {
   const Experts& c = work.call;
   const int64_t size = quantized_size(c.width);
   const int64_t most = std::min(kIntegerTokens, e.tokens), columns = integer_columns_of(most);
@@ -277,17 +277,18 @@ void down_of_integers(const Work& work, const Expert& e, int64_t first, int64_t 
       const int64_t n = std::min(columns, first + count - at);
       float* y[kIntegerTokens];
       for (int64_t t = 0; t < tokens; t++) y[t] = c.y + work.pairs[e.first + t0 + t] * c.records.hidden + at;
-      work.k.integer_columns(*e.format, e.record, at, n, h, tokens, y, scratch.get());
+      const uint16_t* then = at + columns < first + count ? e.record + at + columns : next;
+      work.k.integer_columns(*e.format, e.record, at, n, h, tokens, y, scratch.get(), then);
       for (int64_t t = 0; t < tokens; t++) add_biases(work, e, DOWN, at, n, y[t]);
     }
   }
 }
 
-// y = h · down^T, columns [first, first + count), for an expert's tokens.
-void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
+// y = h · down^T, columns [first, first + count), for an expert's tokens. next: see Kernels::integer_columns.
+void down(const Work& work, const Expert& e, int64_t first, int64_t count, const uint16_t* next) {
   const Experts& c = work.call;
   if (!arrived(work, e, DOWN)) return;
-  if (e.format->matrix[DOWN].unit) return down_of_integers(work, e, first, count);
+  if (e.format->matrix[DOWN].unit) return down_of_integers(work, e, first, count, next);
   const int64_t width = padded(count);
   const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
   Buffer<float> sums(open * width);
@@ -351,8 +352,10 @@ void compute(Pool& pool, const Work& work, const Group& group) {
   const int64_t columns = columns_of(work, active, pool.threads());
   const int64_t parts = (c.records.hidden + columns - 1) / columns;
   parallel(pool, active * parts, multiplications, [&](int64_t i) {
-    const int64_t first = i % parts * columns;
-    down(work, *group[i / parts], first, std::min(columns, c.records.hidden - first));
+    const int64_t first = i % parts * columns, then = (i + 1) % parts * columns;
+    const Expert &e = *group[i / parts], &other = *group[std::min(i + 1, active * parts - 1) / parts];
+    const bool last = i + 1 == active * parts || other.format != e.format;
+    down(work, e, first, std::min(columns, c.records.hidden - first), last ? nullptr : other.record + then);
   });
 }
 

@@ -128,7 +128,8 @@ void check_all() {
     for (int64_t t = 0; t < count; t++) mine[t] = h[from + t].data();
     for (int64_t at = 0; at < f.hidden; at += most) {
       for (int64_t t = 0; t < count; t++) to[t] = y + t * f.hidden + at;
-      integer_columns_of<kTiles>(f, record.data(), at, least(most, f.hidden - at), mine, count, to, scratch.data());
+      integer_columns_of<kTiles>(f, record.data(), at, least(most, f.hidden - at), mine, count, to, scratch.data(),
+                                   record.data());
     }
   });
 }
