@@ -24,7 +24,10 @@ constexpr int kTileVectors = 2;
 #endif
 constexpr int64_t kAttendedRows = 64;
 constexpr int kBlockRows = L < 8 ? L : 8;  // whose scores are summed at once, at most
-constexpr int kPlaceRows = L == 16 ? 8 : 4;  // that meet values where they lie
+// Rows that meet values where they lie, and keys. Of AVX2, six rows make 12 sums of two vectors: with eight sums in
+// flight each waits for the one before.
+constexpr int kPlaceRows = L == 8 ? 6 : 8;
+constexpr int kWords = 2;  // of values, between requests for lines
 constexpr int kScoreSteps = 4;  // of an Ahead, while L scores are summed
 
 template <Type kind>
@@ -37,23 +40,20 @@ constexpr bool in_pairs() {
 }
 
 template <bool pairs>
-INLINE vf add_word(vf total, vu w, uint32_t word) {
+INLINE vf add_words(vf total, vu a, vu b) {
 #ifdef __AVX512BF16__
-  if constexpr (pairs) {
-    return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)(__m512i)w,
-                                (__m512bh)_mm512_set1_epi32((int)word));
-  }
+  if constexpr (pairs) return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
 #endif
-  return total + as_float(w) * splat(as_float(word));
+  return total + as_float(a) * as_float(b);
 }
 
-// Weights [block][word][R rows], words [0, to) of which count.
-template <int R>
+// Weights [block][word][R rows].
+template <int R, int64_t count>
 struct Weights {
-  const uint32_t* words;
-  int64_t to;
-  INLINE Weights from(int64_t row) const { return {words + row / R * R * to + row % R, to}; }
-  INLINE uint32_t get(int64_t row, int64_t u) const { return words[u * R + row]; }
+  static constexpr int64_t words = count;
+  const uint32_t* bits;
+  INLINE Weights from(int64_t row) const { return {bits + row / R * R * words + row % R}; }
+  INLINE vu get(int64_t row, int64_t u) const { return (vu)splat(as_float(bits[u * R + row])); }
 };
 
 // What products multiply, [word][vector][L]: get(u, w) gives the C vectors of word u.
@@ -67,24 +67,32 @@ struct Panel {
   }
 };
 
-// out[t][lane] += Σ_u a[t][u] · b[u][lane], u ascending, for T rows and C vectors of lanes.
+// out[t][lane] += Σ_u a[t][u] · b[u][lane], u ascending, for T rows and C vectors of lanes. Not inlined, as
+// score_rows: among others, sums do not stay in registers, and decode attention of AVX2 took 1.26 times as long.
 template <bool pairs, int T, int C, class Rows, class Words>
-INLINE void product(const Rows& a, const Words& b, float* out, int64_t stride, Ahead& ahead) {
+__attribute__((noinline)) void product(const Rows& a, const Words& b, float* out, int64_t stride, Ahead& ahead) {
   vf total[T][C];
+#pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
     for (int c = 0; c < C; c++) total[t][c] = load<vf>(out + t * stride + c * L);
   }
-  for (int64_t u = 0; u < a.to; u++) {
-    ahead.step();
-    vu w[C];
-    b.template get<C>(u, w);
+  for (int64_t first = 0; first < Rows::words; first += kWords) {
+    ahead.step(kWords);
+#pragma GCC unroll 2
+    for (int64_t u = first; u < first + kWords; u++) {
+      vu w[C];
+      b.template get<C>(u, w);
 #pragma GCC unroll 8
-    for (int t = 0; t < T; t++) {
+      for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) total[t][c] = add_word<pairs>(total[t][c], w[c], a.get(t, u));
+        for (int c = 0; c < C; c++) total[t][c] = add_words<pairs>(total[t][c], w[c], a.get(t, u));
+      }
     }
   }
+#pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
     for (int c = 0; c < C; c++) store(out + t * stride + c * L, total[t][c]);
   }
 }
@@ -116,9 +124,11 @@ INLINE int64_t tile_of(int64_t left) {
   return kTileVectors > 2 && left == kTileVectors + 1 ? kTileVectors - 1 : least(left, kTileVectors);
 }
 
-// The sums of the lanes of L vectors, all in one order.
-INLINE vf sums_of(vf* v) {
+// The sums of the lanes of n vectors, all in one order, [vector / T][R], of which T are set.
+template <int n, int T, int R>
+INLINE void store_sums(vf* v, float* scores) {
 #if defined(__AVX512F__) && MOEJAX_LANES == 16
+  static_assert(n == L && T == R);
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     v[i / 2] = (vf)_mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]) +
@@ -132,24 +142,22 @@ INLINE vf sums_of(vf* v) {
   const auto halves = [](vf a, vf b) {
     return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
   };
-  return halves(halves(v[0], v[1]), halves(v[2], v[3]));
+  store(scores, halves(halves(v[0], v[1]), halves(v[2], v[3])));
 #elif defined(__AVX2__) && MOEJAX_LANES == 8
+  const auto pairs = [](vf a, vf b) __attribute__((always_inline)) {
+    return (vf)_mm256_unpacklo_ps((__m256)a, (__m256)b) + (vf)_mm256_unpackhi_ps((__m256)a, (__m256)b);
+  };
 #pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    v[i / 2] = (vf)_mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]) +
-               (vf)_mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
-  }
+  for (int i = 0; i < n; i += 4) {
+    const __m256d a = (__m256d)pairs(v[i], v[i + 1]), b = (__m256d)pairs(v[i + 2], v[i + 3]);
+    const __m256 both = (__m256)((vf)_mm256_unpacklo_pd(a, b) + (vf)_mm256_unpackhi_pd(a, b));
+    float sums[4];
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
 #pragma GCC unroll 2
-  for (int i = 0; i < 4; i += 2) {
-    v[i / 2] = (vf)_mm256_unpacklo_pd((__m256d)v[i], (__m256d)v[i + 1]) +
-               (vf)_mm256_unpackhi_pd((__m256d)v[i], (__m256d)v[i + 1]);
+    for (int j = i; j < i + 4; j += 2) memcpy(scores + j / T * R + j % T, sums + j - i, 8);
   }
-  return (vf)_mm256_permute2f128_ps((__m256)v[0], (__m256)v[1], 0x20) +
-         (vf)_mm256_permute2f128_ps((__m256)v[0], (__m256)v[1], 0x31);
 #else
-  vf out = {};
-  for (int64_t i = 0; i < L; i++) out[i] = sum(v[i]);
-  return out;
+  for (int i = 0; i < n; i++) scores[i / T * R + i % T] = sum(v[i]);
 #endif
 }
 
@@ -167,50 +175,82 @@ void copy_keys(const AttendedSpan& s, const void** keys) {
   }
 }
 
-// Scores [key][row] of R rows of queries with keys of whole vectors.
-template <Type kind, int R>
-void score(const AttendedSpan& s, const void* const* keys, const float* q, float* scores, Ahead& ahead) {
-  constexpr int K = L / R;
-  for (int64_t first = 0; first < kSpan; first += K, scores += L) {
-    ahead.step(kScoreSteps);
-    vf total[L] = {};
+// Scores [key][row] of T of R rows of queries with keys of whole vectors, K at once.
+template <Type kind, int K, int T, int R>
+__attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* const* keys, const float* q, float* scores,
+                                          Ahead& ahead) {
+  constexpr int words = in_pairs<kind>() ? 1 : 2;  // vectors of 2 · L elements
+  constexpr int held = L == 8 ? 1 : words;         // in registers, of which AVX2 has 16
+  const int64_t width = s.q_width;
+  for (int64_t first = 0; first < kSpan; first += K, keys += K) {
+    ahead.step(kScoreSteps * K * T / L);
+    vf total[K * T] = {};
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
-      const auto key = [&](int64_t k, vu* out) __attribute__((always_inline)) {
-        words_of<kind>(keys[first + k], at, at + 2 * L, out);
-        if (kind == Type::BF16 && !in_pairs<kind>()) out[1] = out[0] & 0xffff0000u, out[0] = out[0] << 16;
-      };
-      const auto add = [&](vf& sum, const vu* words, int64_t row) __attribute__((always_inline)) {
-        const float* of = q + row * s.q_width + (in_pairs<kind>() ? at / 2 : at);
-#ifdef __AVX512BF16__
-        if constexpr (kind == Type::BF16) {
-          sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words[0], (__m512bh)load<vu>(of));
-          return;
-        }
-#endif
-        sum = sum + as_float(words[0]) * load<vf>(of);
-        sum = sum + as_float(words[1]) * load<vf>(of + L);
-      };
-      // Rows or keys, of which there are fewer, stay in registers.
-      if constexpr (R < K) {
+#pragma GCC unroll 2
+      for (int from = 0; from < words; from += held) {
+        const auto key = [&](int64_t k, int part) __attribute__((always_inline)) {
+          if (kind == Type::F32) return load<vu>((const float*)keys[k] + at + part * L);
+          const vu both = load<vu>((const uint16_t*)keys[k] + at);
+          return words == 1 ? both : part ? both & 0xffff0000u : both << 16;
+        };
+        // Loaded once: a compiler would make the load a part of each multiplication, and cores load no more vectors
+        // than they multiply. AVX-512 took 1.08 times as long.
+        const float* row = q + (words == 1 ? at / 2 : at);
+        const auto query = [&](int part) __attribute__((always_inline)) {
+          const vf word = load<vf>(row + part * L);
+          return (vu)(words == 1 ? word : unfused(word));
+        };
+        // Rows or keys, of which there are fewer, stay in registers.
+        if constexpr (T < K) {
+          vu rows[T][held];
 #pragma GCC unroll 16
-        for (int k = 0; k < K; k++) {
-          vu words[2];
-          key(k, words);
+          for (int r = 0; r < T; r++, row += width) {
+#pragma GCC unroll 2
+            for (int i = 0; i < held; i++) rows[r][i] = query(from + i);
+          }
 #pragma GCC unroll 16
-          for (int r = 0; r < R; r++) add(total[k * R + r], words, r);
-        }
-      } else {
-        vu words[K][2];
+          for (int k = 0; k < K; k++) {
+#pragma GCC unroll 2
+            for (int i = 0; i < held; i++) {
+              const vu word = key(k, from + i);
 #pragma GCC unroll 16
-        for (int k = 0; k < K; k++) key(k, words[k]);
+              for (int r = 0; r < T; r++) total[k * T + r] = add_words<words == 1>(total[k * T + r], word, rows[r][i]);
+            }
+          }
+        } else {
+          vu held_keys[K][held];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
+          for (int k = 0; k < K; k++) {
+#pragma GCC unroll 2
+            for (int i = 0; i < held; i++) held_keys[k][i] = key(k, from + i);
+          }
 #pragma GCC unroll 16
-          for (int k = 0; k < K; k++) add(total[k * R + r], words[k], r);
+          for (int r = 0; r < T; r++, row += width) {
+#pragma GCC unroll 2
+            for (int i = 0; i < held; i++) {
+              const vu word = query(from + i);
+#pragma GCC unroll 16
+              for (int k = 0; k < K; k++) {
+                total[k * T + r] = add_words<words == 1>(total[k * T + r], held_keys[k][i], word);
+              }
+            }
+          }
         }
       }
     }
-    store(scores, sums_of(total));
+    store_sums<K * T, T, R>(total, scores + first * R);
+  }
+}
+
+// Scores [key][row] of R rows.
+template <Type kind, int R>
+INLINE void score(const AttendedSpan& s, const void* const* keys, const float* q, float* scores, Ahead& ahead) {
+  if constexpr (R > kPlaceRows) {
+    score_rows<kind, 2, kPlaceRows, R>(s, keys, q, scores, ahead);
+    constexpr int rest = R - kPlaceRows;
+    score_rows<kind, L / rest, rest, R>(s, keys, q + kPlaceRows * s.q_width, scores + kPlaceRows, ahead);
+  } else {
+    score_rows<kind, L / R, R, R>(s, keys, q, scores, ahead);
   }
 }
 
@@ -242,14 +282,15 @@ INLINE void value_words(const AttendedSpan& s, int64_t u, int64_t at, vu* out) {
   }
 }
 
-// 2·L columns of values where they lie.
+// Columns of values from one on where they lie.
 template <Type kind>
 struct InPlace {
   const AttendedSpan& span;
   int64_t at;
   template <int C>
   INLINE void get(int64_t u, vu* w) const {
-    value_words<kind, true>(span, u, at, w);
+#pragma GCC unroll 2
+    for (int c = 0; c < C; c += 2) value_words<kind, true>(span, u, at + c * L, w + c);
   }
 };
 
@@ -346,8 +387,8 @@ void attend_rows(const AttendedSpan& s) {
   // 0 times such a value is NaN: rows must not meet values that they do not see.
   const bool all = seen_by_all(s), alone = !all && !is_finite<kind>(s);
   const bool in_place = whole_values && !alone && s.rows <= R;
-  const int64_t blocks = (s.rows + R - 1) / R, tile = in_place ? kPlaceRows : kTileRows;
-  const int64_t tiles = (s.rows + tile - 1) / tile * (columns / L / (in_place ? 2 : kTileVectors));
+  const int64_t blocks = (s.rows + R - 1) / R, tile_rows = (s.rows + kTileRows - 1) / kTileRows;
+  const int64_t tiles = in_place ? columns / block : tile_rows * (columns / L / kTileVectors);
   Ahead ahead(s, blocks * (kSpan * R / L) * kScoreSteps + tiles * words);
   // Keys that lie whole pages apart share a few sets of the first cache, where several blocks would look for them.
   const void* copied[kSpan];
@@ -360,11 +401,20 @@ void attend_rows(const AttendedSpan& s) {
     score<kind, R>(s, keys, s.q + row * s.q_width, scores, ahead);
     soften<kind, R>(s, row, set && all, scores, weights + row * words);
   }
-  const Weights<R> p = {weights, words};
+  const Weights<R, words> p = {weights};
   if (in_place) {
     for (int64_t at = 0; at < columns; at += block) {
       const InPlace<kind> values = {s, at};
-      products<pairs, R < kPlaceRows ? R : kPlaceRows, 2>(0, s.rows, p, values, s.total + at, s.width, ahead);
+      const int64_t last = least(s.rows, kPlaceRows);
+      products<pairs, R < kPlaceRows ? R : kPlaceRows, 2>(0, last, p, values, s.total + at, s.width, ahead);
+    }
+    if constexpr (R > kPlaceRows) {  // few rows: more columns at once
+      constexpr int first = kPlaceRows, rest = R - first;
+      for (int64_t at = 0; at < columns; at += 2 * block) {
+        const InPlace<kind> values = {s, at};
+        if (at + block == columns) products<pairs, rest, 2>(first, s.rows, p, values, s.total + at, s.width, ahead);
+        else products<pairs, rest, 4>(first, s.rows, p, values, s.total + at, s.width, ahead);
+      }
     }
     return;
   }
