@@ -306,65 +306,86 @@ void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t*
   }
 }
 
-// Scores [key][row] of R rows from one on become weights [word][row]; the rows' results so far shrink where
-// their largest score grows.
-template <Type kind, int R>
-void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights) {
-  constexpr int64_t K = L / R, all = kSpan * R, part = all / 4;
+// Joins lanes that are a multiple of R apart, in halves, in the first R.
+template <int R, class F>
+INLINE void join_lanes(float* lanes, const F& join) {
+  for (int64_t half = L / 2; half >= R; half /= 2) {
+    for (int64_t i = 0; i < half; i++) lanes[i] = join(lanes[i], lanes[i + half]);
+  }
+}
+
+// Scales scores [key][row] of R rows from one on; those of keys that a row does not see become −∞. top: a row's
+// largest score so far, then with these, in all lanes of the row.
+template <int R>
+INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* scores, float* top) {
+  constexpr int64_t K = L / R, chains = 4;
   const int64_t count = least(R, s.rows - row);
-  float before[L] = {}, top[L];
-  for (int64_t i = 0; i < L; i++) before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
-  vf best = load<vf>(before);
   vi key = {}, first = {}, end = {};
   for (int64_t i = 0; !whole && i < L; i++) {
     key[i] = (int32_t)(i / R);
     if (i % R < count) first[i] = s.first[row + i % R], end[i] = s.end[row + i % R];
   }
-  for (int64_t i = 0; i < all; i += L, key += (int32_t)K) {
-    vf seen = unfused(load<vf>(scores + i) * s.scale);
-    if (!whole) seen = ((key >= first) & (key < end)) ? seen : splat(-__builtin_inff());
-    best = seen > best ? seen : best;
-    store(scores + i, seen);
+  vf best[chains];
+  for (vf& b : best) b = load<vf>(top);
+  for (int64_t i = 0; i < kSpan * R; i += chains * L) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < chains; j++, key += (int32_t)K) {
+      vf seen = unfused(load<vf>(scores + i + j * L) * s.scale);
+      if (!whole) seen = ((key >= first) & (key < end)) ? seen : splat(-__builtin_inff());
+      best[j] = seen > best[j] ? seen : best[j];
+      store(scores + i + j * L, seen);
+    }
   }
-  store(top, best);
-  for (int64_t half = L / 2; half >= R; half /= 2) {
-    for (int64_t i = 0; i < half; i++) top[i] = top[i + half] > top[i] ? top[i + half] : top[i];
-  }
+  const auto greater = [](auto a, auto b) { return b > a ? b : a; };
+  store(top, greater(greater(best[0], best[1]), greater(best[2], best[3])));
+  join_lanes<R>(top, greater);
   for (int64_t i = R; i < L; i++) top[i] = top[i - R];
-  best = load<vf>(top);
-  const vf safe = best == -__builtin_inff() ? vf{} : best;
+}
+
+// Scores [key][row] of R rows become weights [word][row]; mass: their sums.
+template <Type kind, int R>
+INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* mass) {
+  constexpr int64_t all = kSpan * R, part = all / 4;
+  void* const out = in_pairs<kind>() || type == Type::F16 ? (void*)scores : weights;
   vf sums[part / L];
   for (int64_t i = 0; i < part; i += L) {
     vf p[4];
 #pragma GCC unroll 4
     for (int64_t j = 0; j < 4; j++) {
-      float* at = scores + i + j * part;
-      p[j] = exponential_of_less(load<vf>(at) - safe);
+      p[j] = exponential_of_less(load<vf>(scores + i + j * part) - top);
       const vu bits = (vu)p[j], even = bits + 0x7fffu + ((bits >> 16) & 1u);
-      store(at, kind == Type::BF16 ? as_float(even & 0xffff0000u) : p[j]);
+      store((float*)out + i + j * part, kind == Type::BF16 ? as_float(even & 0xffff0000u) : p[j]);
     }
     sums[i / L] = (p[0] + p[2]) + (p[1] + p[3]);
   }
   for (int64_t half = part / L / 2; half; half /= 2) {
     for (int64_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
   }
-  float mass[L];
   store(mass, sums[0]);
-  for (int64_t half = L / 2; half >= R; half /= 2) {
-    for (int64_t i = 0; i < half; i++) mass[i] += mass[i + half];
-  }
-  if (s.type == Type::F16) {
+  join_lanes<R>(mass, [](float a, float b) { return a + b; });
+  if (type == Type::F16) {
     uint16_t rounded[all];
-    narrow(s.type, scores, all, rounded);
-    widen(s.type, rounded, all, scores);
+    narrow(type, scores, all, rounded);
+    widen(type, rounded, all, scores);
+    memcpy(weights, scores, all * 4);
   }
-  constexpr int64_t keys = in_pairs<kind>() ? 2 : 1;  // of a word
-  for (int64_t u = 0; u < kSpan / keys; u++) {
+  for (int64_t u = 0; in_pairs<kind>() && u < kSpan / 2; u++) {
     for (int64_t r = 0; r < R; r++) {
-      const uint32_t low = as_bits(scores[keys * u * R + r]);
-      weights[u * R + r] = keys == 2 ? low >> 16 | as_bits(scores[(2 * u + 1) * R + r]) : low;
+      weights[u * R + r] = as_bits(scores[2 * u * R + r]) >> 16 | as_bits(scores[(2 * u + 1) * R + r]);
     }
   }
+}
+
+// Scores [key][row] of R rows from one on become weights [word][row]; the rows' results so far shrink where
+// their largest score grows.
+template <Type kind, int R>
+INLINE void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights) {
+  const int64_t count = least(R, s.rows - row);
+  float before[L], top[L], mass[L];
+  for (int64_t i = 0; i < L; i++) top[i] = before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
+  scale_scores<R>(s, row, whole, scores, top);
+  const vf best = load<vf>(top), safe = best == -__builtin_inff() ? vf{} : best;
+  weigh<kind, R>(s.type, safe, scores, weights, mass);
   const vf shrink = exponential_of_less(load<vf>(before) - safe);
   for (int64_t i = 0; i < count; i++) {
     if (top[i] != before[i]) {
