@@ -218,7 +218,7 @@ void wide_row_sums(const Integers& as, const IntegerRow& row, const int8_t* cons
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         v64 codes[F];
-        soon(row.next + at + 32 * i);
+        soon(row.next + at + 32 * i), soon(row.codes + at + kNearElements + 32 * i, true);
         if (K::highs && at == high_at) soon(row.next_highs + at + 32 * i);
         else if (K::highs) highs[i] = reader.lowered(highs[i]);
         reader.fields<K>(bytes[i], highs[i], codes);
