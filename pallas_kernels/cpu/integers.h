@@ -524,7 +524,7 @@ template <Shift how, bool zeros, int R, class S>
 INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S shift, int64_t scales_apart,
                       const float* x_scale, const float* x_sum, int64_t units, float* y) {
   vw lane[R][kUnitLanes / W];  // `= {}` would be a call, or `rep stos`
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
     for (vw& mine : lane[r]) mine = vw{};
@@ -533,7 +533,7 @@ INLINE void sum_units(const int32_t* sums, int64_t apart, float zero, S scale, S
   const auto add = [&](auto none, auto integers, int64_t at) {
     using V = decltype(none);
     const V of_x = load<V>(x_sum + at), by = load<V>(x_scale + at);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       V whole = __builtin_convertvector(load<decltype(integers)>(sums + r * apart + at), V), minimum = {};
       if (how == Shift::Zero) whole -= of_x * (zero + scales_at<V>(shift + (r * scales_apart + at)));

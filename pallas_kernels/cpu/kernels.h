@@ -82,7 +82,7 @@ static inline int64_t quantized_size(int64_t n) {
 constexpr int64_t kFew = kTokens - 1;   // tokens whose sums are open while codes pass
 constexpr int64_t kSideBySide = 8;      // for which 16 rows of gate or up are multiplied side by side, at most
 constexpr int64_t kAtOnce = 4;          // of them, whose sums are open
-constexpr int64_t kRowsAtOnce = 4;      // of gate and up, whose sums are open then
+constexpr int64_t kRowsAtOnce = 8;      // of gate and up, whose sums are open then
 constexpr int64_t kUnitLanes = 8;  // sums over units, which are added pairwise at the end
 // Products of many tokens: outputs of a block, blocks made at once, and tokens whose sums are open.
 constexpr int64_t kOutputs = 16, kBlocks = 4, kBlockTokens = 16;
