@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from host_offload.memory.arena import own_arena
 from moejax.costs.rates import measure_memory_rate
 from moejax.errors import UserError
-from pallas_kernels.cpu.arena import ArenaMemory
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import (
@@ -56,7 +56,7 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     blocks = -(-tokens // PAGE.block_size)
     rows = LAYERS * PAGE.rows_per_layer
     drawn = random.standard_normal((blocks * rows, HEAD_DIM), np.float32)
-    memory = ArenaMemory(blocks * rows, HEAD_DIM)  # in huge pages, as an engine's
+    memory = own_arena(blocks * rows, HEAD_DIM)  # in huge pages, as an engine's
     memory.view()[:] = jax.lax.bitcast_convert_type(jnp.asarray(drawn, jnp.bfloat16), jnp.uint16)
     table = jnp.asarray(random.permutation(blocks) * rows, jnp.int32)[None]
     options = AttentionOptions(PAGE, implementation="cpu")
