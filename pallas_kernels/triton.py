@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import plgpu
 
 KERNEL_DTYPES = ("bfloat16", "float16")
 """Dtypes of the Pallas kernels. A float32 product would be rounded to TF32."""

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.rms_norm.pallas_triton import sum_of_squares
 from pallas_kernels.triton import KERNEL_DTYPES, triton_call
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.combine.pallas_triton import SQUARES_TILE, move_on, squares_of, weighted_sum
 from pallas_kernels.expert_ffn.activation import Gating
 from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, combine_behind

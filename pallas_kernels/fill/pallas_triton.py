@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.records.format import MATRICES, RecordFormat
 from pallas_kernels.records.tile import DOWN, ExactPlane, read_exact_planes, span
 from pallas_kernels.triton import power_of_two_divisor, triton_call

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.expert_ffn import ExpertBatch, few_tokens
 from pallas_kernels.expert_ffn.pallas_triton import configuration_of, in_kernels, memory_of
 from pallas_kernels.expert_ffn.tile import Memory, Tile

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.gated_delta.columns import source
 from pallas_kernels.short_conv.pallas_triton import Inputs, convolve
 from pallas_kernels.state_kernels import (

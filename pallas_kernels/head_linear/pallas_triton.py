@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.linear.pallas_triton import DECODE_TILES, PROGRAMS, Config
 from pallas_kernels.triton import (
     KERNEL_DTYPES,

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.linear.operands import Norm, Tiling
 from pallas_kernels.rms_norm.pallas_triton import rms_norm, sum_of_row, sum_of_squares

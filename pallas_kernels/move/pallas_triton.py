@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.fill.pallas_triton import configuration_for
 from pallas_kernels.triton import triton_call
 

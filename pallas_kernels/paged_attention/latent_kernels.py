@@ -11,8 +11,8 @@ import operator
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.paged_attention.kernels import (
     first_seen,
     plus_sinks,

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.kv_write.pallas_triton import cosine_and_sine, head_scale, normed, turned
 from pallas_kernels.paged_attention import kernels
 from pallas_kernels.paged_attention.pallas_triton import (

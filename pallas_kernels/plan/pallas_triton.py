@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.plan.record import TOTALS
 from pallas_kernels.plan.victim import victim_key

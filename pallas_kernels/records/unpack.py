@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.records.encoding import Encoding
 
 _MANTISSA = 23

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.route.pallas_triton import Chosen, chosen, configuration, why_not_pallas
 from pallas_kernels.route.planned import MOST_SCORES

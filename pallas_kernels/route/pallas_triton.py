@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import scalar, triton_call

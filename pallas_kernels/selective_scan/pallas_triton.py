@@ -8,8 +8,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.state_kernels import (
     TOKENS,
     Decays,

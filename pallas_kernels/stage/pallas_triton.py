@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import plgpu
 from pallas_kernels.fill import Fills, pallas_triton
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.records.versions import stored_in_part
