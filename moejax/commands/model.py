@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -207,24 +206,11 @@ def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[
     since the command prints every note itself."""
     if str(options.get("store", "memory")).startswith("memory"):
         read_ahead(args.model)
-    with _without_collection():
-        from moejax import LLM
+    from moejax import LLM
+
     quiet = args.quiet or args.json
     with silence_notes(), LLM(args.model, progress=not quiet, **options) as llm:
         yield llm
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Turns Python's garbage collection off inside the block. Importing jax and moejax makes
-    objects that all stay; looking through them again and again takes a tenth of a small start."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -167,6 +168,8 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
             _hosts(args),
             _names(args.allowed_origins) if args.allowed_origins else (),
         )
+        # What the start made stays: collections, which stop all answers, need not look through it.
+        gc.freeze()
         # Connections wait from now on.
         bound.listen(128)
         say(f"{name} answers at http://{address}/v1, and shows itself at http://{address}/")
