@@ -101,10 +101,28 @@ def check_program(check, card, spilled=0, bits=128):
         assert max(kernel.load_bits()) >= bits or re.match(NARROW, name), name
         # The approximate instructions are wrong for angles of many turns.
         assert "cos.approx" not in kernel.ptx and "sin.approx" not in kernel.ptx, name
-        # Rounded where the reference rounds; below compute capability 9 a product is an fma of −0.
-        if name.endswith("_write") and kib > 99:
-            assert "fma.rn.bf16" not in kernel.ptx, name
+        if name.endswith("_write"):  # rounded where the reference rounds
+            assert fused(kernel.ptx) == [], name
     return own
+
+
+def fused(ptx):
+    """The fma of bfloat16 that round a product and a sum at once. Below compute capability 9 a
+    product is one that adds −0, and a sum one with a factor of ±1."""
+    constants = dict(re.findall(r"mov\.b16\s+(%rs\d+), (\S+);", ptx))
+    operands = re.findall(r"fma\.rn\.bf16\s+%rs\d+, %rs\d+, (%rs\d+), (%rs\d+);", ptx)
+    return [
+        (factor, added)
+        for factor, added in operands
+        if constants.get(factor) not in ("0x3F80", "0xBF80") and constants.get(added) != "0x8000"
+    ]
+
+
+def test_an_fma_that_rounds_twice_as_the_reference_is_told_from_one_that_does_not():
+    ptx = "mov.b16 %rs1, 0x8000;\nmov.b16 %rs2, 0xBF80;\n"
+    product, difference = (f"fma.rn.bf16 %rs9, %rs3, {x};\n" for x in ("%rs4, %rs1", "%rs2, %rs5"))
+    assert fused(ptx + product + difference) == []
+    assert fused(ptx + product + "fma.rn.bf16 %rs9, %rs3, %rs4, %rs5;") == [("%rs4", "%rs5")]
 
 
 def cases():

@@ -53,9 +53,10 @@ GROUP_SLICES = 3
 """Launches of a layer that look up its place in a page, its group's block table and the pages of
 new tokens, where the layers of one run have several groups of pages."""
 
-WAVE = 11
-"""Launches of one of a prefill layer's waves over its experts: plan, fill, gate_up and down, five
-of XLA's that cut what is due into tiles, the loop's index and its condition."""
+WAVE = {(MODELS[0], "a100"): 12}
+"""Launches of one of a prefill layer's waves over its experts, 11 elsewhere: plan, fill, gate_up
+and down, five or six of XLA's that cut what is due into tiles, the loop's index and its
+condition."""
 
 TEMP = {"decode": 48 * MiB, "prefill": 1100 * MiB}
 """Scratch beside arguments: decode at 64 rows; a prefill step of 8192 tokens, mostly the experts'
@@ -126,7 +127,8 @@ def test_a_step_compiles_for_a_card(model, key, card):
     else:
         # Within the loop over layers one more step to the right: what each wave launches.
         wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
-        assert {"plan", "fill", "expert_down_sorted"} < set(wave) and len(wave) == WAVE
+        assert {"plan", "fill", "expert_down_sorted"} < set(wave)
+        assert len(wave) == WAVE.get((model, card), 11)
         assert not any("scatter" in name for name in wave)  # pairs are sorted once a layer
 
     kib = shared_class(device_of(card))

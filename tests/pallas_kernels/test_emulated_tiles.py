@@ -52,7 +52,7 @@ def results(folder, *first):
     program = str(folder / "check")
     command = [*compiler, "-fsanitize=address", "-pthread", *map(str, objects), "-o", program]
     subprocess.run(command, check=True)
-    done = subprocess.run([program, "1", "20"], capture_output=True, text=True)
+    done = subprocess.run([program, "1", "40"], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr[-3000:]
 
 

@@ -4,6 +4,7 @@ that fails. Over a model of the device, and in the engine."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -300,7 +301,7 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
         assert engine.drafts is None or engine.drafts.counts["accepted"] > 50
         stats = engine.resizer.stats()
         assert stats["resizes"] > 10 and stats["pages_moved"] > 0 and stats["failed"] == 0, stats
-        new = {str(key).split("@")[0] for key in {*engine.runner.executables()} - before}
+        new = {re.split("[@/]", str(key))[0] for key in {*engine.runner.executables()} - before}
         chosen = {"sample", "greedy", "adjust", "add_bias", "tally", "recount", "place"}
         assert new <= {*chosen, "snapshot", "swap_in", "decode"}
         for job, got, want in zip(jobs, moving, fixed, strict=True):
