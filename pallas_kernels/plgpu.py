@@ -1,5 +1,5 @@
-"""jax's Triton dialect of Pallas, imported when a kernel is traced: that takes 70 ms, and a CPU has
-none."""
+"""jax's Triton dialect of Pallas, imported when a kernel first uses it: an import takes 70 ms, and
+a CPU's ops need none."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def run() -> NoReturn:
     # Registered before jax's own, so it runs after them. Python's last two collections would look
     # through all objects that jax and moejax made, for 0.4 s, though the process ends anyway.
     atexit.register(gc.freeze)
-    # What a start makes stays as well: looking for garbage at each 700 more objects takes
-    # a tenth of a small start.
+    # What a start makes stays as well. Python looks for garbage whenever there are some hundred
+    # more objects, which takes a tenth of a small start.
     gc.set_threshold(100_000)
     status = main()
     if status == EXIT_INTERRUPTED:

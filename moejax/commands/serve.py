@@ -169,7 +169,7 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
             _names(args.allowed_origins) if args.allowed_origins else (),
         )
         # What the start made stays: collections, which stop all answers, need not look through it.
-        # What requests leave should not stay, so there are as many as Python does by itself.
+        # What requests leave is garbage, which must not pile up as long as during a start.
         gc.freeze()
         gc.set_threshold(700)
         # Connections wait from now on.

@@ -297,11 +297,7 @@ def test_a_model_may_stand_without_its_option(command):
 
 
 def test_an_import_takes_no_dialect_of_gpus_along():
-    script = "import sys; from moejax import LLM; print(*sys.modules)"
-    told = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert "jax" in told.stdout.split()
-    assert not {"jax._src.pallas.triton", "jax._src.pallas.mosaic_gpu.core"} & {
-        *told.stdout.split()
-    }
+    command = [sys.executable, "-c", "import sys; from moejax import LLM; print(*sys.modules)"]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "jax" in modules
+    assert not {"jax._src.pallas.triton", "jax._src.pallas.mosaic_gpu.core"} & {*modules}
