@@ -51,9 +51,8 @@ class PageLayout:
     A model's layers are one group, or several with a block table each: layers of one group have
     equal KV and one window. Pages of all groups have one size. A group whose layers need less of it
     leaves the rest unused. Within a page, the group's layer l owns ``rows_per_layer`` KV rows from
-    ``l · rows_per_layer``; there, token t has ``rows_per_token`` rows from ``t · rows_per_token``.
-    The model's kind of attention defines their contents (`pallas_kernels.kv_write.KVPage`). A
-    token's rows are contiguous, so writing a token is one copy.
+    ``l · rows_per_layer``; there, row r of token t is at ``r · block_size + t``. The model's kind
+    of attention defines their contents (`pallas_kernels.kv_write.KVPage`).
     """
 
     layers: int

@@ -33,6 +33,9 @@ from moejax.step.step_parts import StepSpec
 _AT_ONCE = 256
 """Pages that are copied to the host at once."""
 
+_PAGES = "tokens of a head side by side"
+"""The layout of pages: those of a moejax that had another one are not read."""
+
 
 class KeptKV:
     """The place of one model's KV in a directory: an index, and a file of pages that it names.
@@ -219,6 +222,7 @@ def _what_decides(options: Config, steps: StepSpec) -> list[Any]:
     changing = {n: values[n] for n, one in OPTIONS.items() if _changes_kv(n, one)}
     shapes = steps.config, steps.dtype, steps.ops, steps.layout, steps.shapes
     return [
+        _PAGES,
         weights_of(options.model.model, options.model.step),
         {name: str(value) for name, value in sorted(by_content(changing).items())},
         str(DEFAULTS),

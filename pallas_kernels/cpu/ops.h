@@ -168,10 +168,10 @@ struct Pages {
   int64_t half;
   float factor, eps;           // of cosine and sine; of the norms
 
-  // Token t's first row in the arena; −1: it has none.
+  // Token t's first row in the arena; −1: it has none. The others are block_size rows apart.
   int64_t row(int64_t t) const {
     if (pages[t] < 0) return -1;
-    return pages[t] + (layer * block_size + positions[t] % block_size) * rows_per_token;
+    return pages[t] + layer * rows_per_token * block_size + positions[t] % block_size;
   }
 };
 

@@ -9,10 +9,12 @@ from pallas_kernels.implementations import implementations, pick
 
 
 class KVPage(NamedTuple):
-    """The layout of a page, in rows of head_dim values: token-major, keys before values.
+    """The layout of a page, in rows of head_dim values: keys before values, a KV head's tokens side
+    by side, so that a head's part of a page is one stretch of memory.
 
-    Layer l of a page begins at ``page + l · rows_per_layer``. A latent page has one row per token,
-    which is both key and value (multi-head latent attention, DeepSeek-V2 section 2.1).
+    Layer l of a page begins at ``page + l · rows_per_layer``; there, row r of token t is at
+    ``r · block_size + t``. A latent page has one row per token, which is both key and value
+    (multi-head latent attention, DeepSeek-V2 section 2.1).
     """
 
     block_size: int
@@ -33,6 +35,11 @@ class KVPage(NamedTuple):
     @property
     def rows_per_layer(self) -> int:
         return self.block_size * self.rows_per_token
+
+    @property
+    def rows_to_value(self) -> int:
+        """Rows from a token's key to its value."""
+        return self.block_size * self.kv_heads
 
 
 class ProjectedHeads(NamedTuple):

@@ -57,7 +57,7 @@ void each_token(Pool& pool, const Kernels& k, const Pages& p, void* out, int64_t
                 int64_t work, const F& f) {
   for (int64_t t = 0; t < p.tokens; t++) {
     if (p.pages[t] < 0) continue;
-    if (p.positions[t] < 0 || p.layer < 0 || p.row(t) + p.rows_per_token > p.kv_rows) {
+    if (p.positions[t] < 0 || p.layer < 0 || p.row(t) + (p.rows_per_token - 1) * p.block_size >= p.kv_rows) {
       throw Refused("token " + std::to_string(t) + " at position " + std::to_string(p.positions[t]) +
                     " of page " + std::to_string(p.pages[t]) + " is not in the arena");
     }
@@ -85,7 +85,7 @@ void halves(float* x, int64_t half, float* scratch) {
 }  // namespace
 
 void kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& h) {
-  const int64_t hd = p.head_dim, bytes = hd * size_of(p.type);
+  const int64_t hd = p.head_dim, bytes = hd * size_of(p.type), apart = p.block_size * bytes;
   Buffer<float> norms(2 * hd);
   if (h.q_norm) {
     k.widen(p.type, h.q_norm, hd, norms.get());
@@ -99,9 +99,9 @@ void kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& h) {
       const float* weight = norms.get() + (i < h.heads ? 0 : hd);
       if (h.q_norm) k.norm(p.type, weight, hd, p.eps, token.x, token.scratch);
       token.turn();
-      k.narrow(p.type, token.x, hd, i < h.heads ? q + i * bytes : row + (i - h.heads) * bytes);
+      k.narrow(p.type, token.x, hd, i < h.heads ? q + i * bytes : row + (i - h.heads) * apart);
     }
-    std::memcpy(row + h.kv_heads * bytes, from + turned * bytes, h.kv_heads * bytes);
+    for (int64_t i = turned; i < all; i++) std::memcpy(row + (i - h.heads) * apart, from + i * bytes, bytes);
   };
   each_token(pool, k, p, h.q, h.heads * hd, all * hd * 4, write);
 }

@@ -119,11 +119,11 @@ def _kernel(qkv, *refs, options, config):
         @pl.when(jnp.logical_not(is_q))
         def _():
             # Keys, then values: the heads of qkv after q, in order.
-            place = pages[t] + layer[0] * page.rows_per_layer
-            place += positions[t] % page.block_size * page.rows_per_token + first_head - heads
+            place = pages[t] + layer[0] * page.rows_per_layer + positions[t] % page.block_size
+            place += (first_head - heads + row) * page.block_size
             for first, x, v in zip((0, half), rotated, bits, strict=True):
                 x = jnp.where(is_v, _as_uint16(v), _as_uint16(x))  # v as it is, NaN bits too
-                plgpu.store(kv_out.at[place + row, first + column[None]], x, mask=real_tile)
+                plgpu.store(kv_out.at[place, first + column[None]], x, mask=real_tile)
 
 
 def head_scale(low, high, head_dim, eps):

@@ -26,9 +26,9 @@ def write_rows(arena, values, places, page):
     tokens, (positions, pages, layer) = values.shape[0], places
     bits = lax.bitcast_convert_type(values, jnp.uint16).reshape(tokens, page.rows_per_token, -1)
     view = arena.reshape(-1, bits.shape[-1])
-    row = pages + layer * page.rows_per_layer + positions % page.block_size * page.rows_per_token
+    row = pages + layer * page.rows_per_layer + positions % page.block_size
     row = jnp.where(pages >= 0, row, view.shape[0])
     # Two tokens never share a page row, and padding is dropped.
-    rows = row[:, None] + jnp.arange(page.rows_per_token)
+    rows = row[:, None] + jnp.arange(page.rows_per_token) * page.block_size
     view = view.at[rows].set(bits, mode="drop", unique_indices=True)
     return view.reshape(arena.shape)

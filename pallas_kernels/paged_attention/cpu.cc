@@ -9,20 +9,19 @@
 namespace moejax {
 namespace {
 
-// Bytes of a span that a task fetches ahead, at most: half of a second cache. All 16 KV heads of a token
-// make one stream then, which a core reads in 0.63 of the time of two halves in turn.
+// Bytes of a span that a task fetches ahead, at most: half of a second cache.
 constexpr int64_t kNear = 1 << 19;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Shape {
-  int64_t groups, value_dim, rows_per_token, rows_per_layer, size;
+  int64_t groups, value_dim, rows_per_layer, size;
   Type kind;
 };
 
 Shape shape_of(const Attention& c) {
-  const int64_t per_token = c.latent ? 1 : 2 * c.kv_heads;
-  return {c.heads / c.kv_heads,      c.latent ? c.latent : c.head_dim, per_token,
-          per_token * c.block_size, size_of(c.type),                  kind_of(c.type)};
+  const int64_t rows_per_token = c.latent ? 1 : 2 * c.kv_heads;
+  return {c.heads / c.kv_heads, c.latent ? c.latent : c.head_dim, rows_per_token * c.block_size, size_of(c.type),
+          kind_of(c.type)};
 }
 
 // The first position that a query at `position` looks at.
@@ -53,8 +52,7 @@ void check(const Attention& c, const Shape& s, const Queries& q) {
 }
 
 // The rows that a task computes: of each of `heads` KV heads from `kv_head` on, `count`
-// (query, head) pairs from `first` on, over spans [begin, end). Heads of a token lie side by side, so
-// that a span of several passes memory's pages once.
+// (query, head) pairs from `first` on, over spans [begin, end).
 struct Task {
   Queries queries;
   int64_t kv_head, heads, first, count;
@@ -111,19 +109,19 @@ Seen seen_of(const Attention& c, const Shape& s, const Task& task, int64_t span)
 // A span of tokens.
 struct Span {
   Seen seen;
-  const char* tokens[kSpan];  // where the rows of those that are seen begin
+  const char* tokens[kSpan];  // keys of those that are seen, of the first KV head
 };
 
 void look_up(const Attention& c, const Shape& s, const Task& task, int64_t number, Span& span) {
-  const int64_t row_size = c.head_dim * s.size, step = s.rows_per_token * row_size;
+  const int64_t row_size = c.head_dim * s.size;
   const Seen seen = span.seen = seen_of(c, s, task, number);
   for (int64_t i = seen.from; i < seen.to;) {
     const int64_t block = (seen.start + i) / c.block_size, within = (seen.start + i) % c.block_size;
     const int64_t page = c.block_table[task.queries.sequence * c.blocks + block];
     const char* token = reinterpret_cast<const char*>(c.arena) +
-                        (page + c.layer * s.rows_per_layer) * row_size + within * step;
+                        (page + c.layer * s.rows_per_layer + within) * row_size;
     const int64_t stop = std::min(seen.to, i + c.block_size - within);
-    for (; i < stop; i++, token += step) span.tokens[i] = token;
+    for (; i < stop; i++, token += row_size) span.tokens[i] = token;
   }
 }
 
@@ -133,10 +131,10 @@ struct Rows {
   std::unique_ptr<Buffer<float>> wide;  // of float16
 
   void set(const Kernels& k, const Attention& c, const Shape& s, const Span& span, int64_t head) {
-    const int64_t row_size = c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * row_size;
-    const char* const* tokens = span.tokens;
+    const int64_t of_head = c.block_size * c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * of_head;
     for (int64_t i = span.seen.from; i < span.seen.to; i++) {
-      keys[i] = tokens[i] + head * row_size, values[i] = tokens[i] + head * row_size + apart;
+      const char* const key = span.tokens[i] + head * of_head;
+      keys[i] = key, values[i] = key + apart;
     }
     if (c.type != Type::F16) return;
     if (!wide) wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
@@ -148,19 +146,19 @@ struct Rows {
   }
 };
 
-// What a task reads of a span, in the order of memory. Heads in turn would be asked for in short
-// streams, of which memory gives half as much.
+// What a task reads of a span for a KV head: a piece of each block, as long as the longest.
 struct Pieces {
   const void* begin[2 * kSpan];
   int64_t count = 0, bytes = 0;
 
-  void set(const Attention& c, const Shape& s, const Task& task, const Span& span) {
-    const int64_t row_size = c.head_dim * s.size, first = task.kv_head * row_size;
-    const bool whole = task.heads * (c.latent ? 1 : 2) == s.rows_per_token;
-    count = 0, bytes = (whole ? s.rows_per_token : task.heads) * row_size;
-    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
-      begin[count++] = span.tokens[i] + first;
-      if (!whole) begin[count++] = span.tokens[i] + first + c.kv_heads * row_size;
+  void set(const Attention& c, const Shape& s, const Span& span, int64_t head) {
+    const int64_t row_size = c.head_dim * s.size, of_head = c.block_size * row_size;
+    const auto [start, from, to] = span.seen;
+    count = 0, bytes = std::min(c.block_size, to - from) * row_size;
+    for (int64_t part = 0; part < (c.latent ? 1 : 2); part++) {
+      for (int64_t i = from; i < to; i += c.block_size - (start + i) % c.block_size) {
+        begin[count++] = span.tokens[i] + (head + part * c.kv_heads) * of_head;
+      }
     }
   }
 };
@@ -197,10 +195,12 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   Rows rows;
   Pieces ahead;
   look_up(c, s, task, task.begin, spans[0]);
-  ahead.set(c, s, task, spans[0]);
-  for (int64_t i = 0; i < ahead.count; i++) {
-    for (int64_t at = 0; at < ahead.bytes; at += 64) {
-      __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at, 0, 2);
+  for (int64_t head = 0; head < task.heads; head++) {
+    ahead.set(c, s, spans[0], task.kv_head + head);
+    for (int64_t i = 0; i < ahead.count; i++) {
+      for (int64_t at = 0; at < ahead.bytes; at += 64) {
+        __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at, 0, 2);
+      }
     }
   }
   for (int64_t number = task.begin; number < task.end; number++) {
@@ -217,11 +217,8 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     const Span &span = spans[(number - task.begin) % 2];
     Span &next = spans[(number - task.begin + 1) % 2];
     const Seen& now = span.seen;
-    ahead.count = 0;
-    if (number + 1 < task.end) {
-      look_up(c, s, task, number + 1, next);
-      ahead.set(c, s, task, next);
-    }
+    const bool goes_on = number + 1 < task.end;
+    if (goes_on) look_up(c, s, task, number + 1, next);
     for (int64_t i = 0; i < task.count; i++) {
       const int64_t position = position_of(i);
       seen[i] = std::max<int64_t>(first_seen(c, position) - now.start, 0);
@@ -229,12 +226,14 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     }
     for (int64_t head = 0; head < task.heads; head++) {
       rows.set(k, c, s, span, task.kv_head + head);
-      const int64_t row = head * task.count, piece = ahead.count * head / task.heads;
+      const int64_t row = head * task.count;
       AttendedSpan a = {};
       a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
       a.keys = rows.keys, a.values = rows.values, a.from = now.from, a.to = now.to;
-      a.next = ahead.begin + piece, a.next_bytes = ahead.bytes;
-      a.next_count = ahead.count * (head + 1) / task.heads - piece;
+      if (goes_on) {
+        ahead.set(c, s, next, task.kv_head + head);
+        a.next = ahead.begin, a.next_count = ahead.count, a.next_bytes = ahead.bytes;
+      }
       a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
       a.q = q.get() + head * q_size, a.total = sums.total + row * width;
       a.q_width = q_width, a.width = width, a.top = sums.top + row, a.mass = sums.mass + row;

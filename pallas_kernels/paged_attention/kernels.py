@@ -207,10 +207,11 @@ def load(kv, block_table, sequence, position, held, layer, kv_head, page):
     # Past the last token the table is undefined: neither it nor its pages are read.
     block = block_table.at[sequence, position // page.block_size]
     row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
-    row = (row + position % page.block_size * page.rows_per_token + kv_head)[:, None]
+    # Added in this order it takes the fewest registers.
+    row = (row + (kv_head * page.block_size + position % page.block_size))[:, None]
     mask = held[:, None] & (column < page.head_dim)[None]
     keys = plgpu.load(kv.at[row, column[None]], mask=mask, other=0)
-    values = plgpu.load(kv.at[row + page.kv_heads, column[None]], mask=mask, other=0)
+    values = plgpu.load(kv.at[row + page.rows_to_value, column[None]], mask=mask, other=0)
     return keys, values
 
 

@@ -82,12 +82,12 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer, chosen)
         written = key_position <= positions[-1]
         if window is not None:
             written = written & (key_position > positions[0] - window)
-        values = jnp.where(written[:, None, None], values, jnp.zeros((), q.dtype))
+        values = jnp.where(written[:, None], values, jnp.zeros((), q.dtype))
         scores = (
             lax.dot_general(
                 by_head,
                 keys,
-                (((2,), (2,)), ((0,), (1,))),
+                (((2,), (2,)), ((0,), (0,))),
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
             )
@@ -108,7 +108,7 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer, chosen)
         part = lax.dot_general(
             p.astype(q.dtype),
             values,
-            (((2,), (0,)), ((0,), (1,))),
+            (((2,), (1,)), ((0,), (0,))),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
@@ -139,18 +139,18 @@ def _attend(q, arena, block_table, positions, layer, options, per_layer, chosen)
 
 
 def _load_span(view, block_table, span, *, layer, page, dtype):
-    """Keys [SPAN, KH, hd], values [SPAN, KH, value_dim] and positions [SPAN] of one span."""
+    """Keys [KH, SPAN, hd], values [KH, SPAN, value_dim] and positions [SPAN] of one span."""
     per_span = SPAN // page.block_size
     blocks = []
     for i in range(per_span):
         row = block_table[span * per_span + i] + layer * page.rows_per_layer
-        blocks.append(lax.dynamic_slice(view, (row, 0), (page.rows_per_layer, view.shape[1])))
-    kv, positions = _decode(jnp.concatenate(blocks), page, dtype), span * SPAN + jnp.arange(SPAN)
+        block = lax.dynamic_slice(view, (row, 0), (page.rows_per_layer, view.shape[1]))
+        blocks.append(block.reshape(page.rows_per_token, page.block_size, -1))
+    kv = _decode(jnp.concatenate(blocks, axis=1), page, dtype)
+    positions = span * SPAN + jnp.arange(SPAN)
     if page.latent:
-        keys = kv.reshape(SPAN, 1, page.head_dim)
-        return keys, keys[..., : page.latent], positions
-    kv = kv.reshape(SPAN, 2, page.kv_heads, page.head_dim)
-    return kv[:, 0], kv[:, 1], positions
+        return kv, kv[..., : page.latent], positions
+    return kv[: page.kv_heads], kv[page.kv_heads :], positions
 
 
 def _decode(bits, page, dtype):
@@ -195,7 +195,7 @@ def _choose(load, indexer, most, positions, page):
         keys, _, key_position = load(s)
         products = lax.dot_general(
             q,
-            keys[:, 0, page.latent :],
+            keys[0, :, page.latent :],
             (((2,), (1,)), ((), ())),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
@@ -216,10 +216,11 @@ def _gather(view, block_table, chosen, layer, page, dtype):
     tokens = jnp.pad(chosen[0], (0, -chosen.shape[1] % SPAN), constant_values=most)
     held = jnp.minimum(tokens, most - 1)
     row = block_table[held // page.block_size] + layer * page.rows_per_layer
-    gathered = _decode(view[row + held % page.block_size], page, dtype)[:, None]
+    gathered = _decode(view[row + held % page.block_size], page, dtype)[None]
 
     def load(s):
-        keys, positions = (lax.dynamic_slice_in_dim(x, s * SPAN, SPAN) for x in (gathered, tokens))
+        keys = lax.dynamic_slice_in_dim(gathered, s * SPAN, SPAN, axis=1)
+        positions = lax.dynamic_slice_in_dim(tokens, s * SPAN, SPAN)
         return keys, keys[..., : page.latent], positions
 
     return load

@@ -411,11 +411,9 @@ void attend_rows(const AttendedSpan& s) {
   const int64_t blocks = (s.rows + R - 1) / R, tile_rows = (s.rows + kTileRows - 1) / kTileRows;
   const int64_t tiles = in_place ? columns / block : tile_rows * (columns / L / kTileVectors);
   Ahead ahead(s, blocks * (kSpan * R / L) * kScoreSteps + tiles * words);
-  // Keys that lie whole pages apart share a few sets of the first cache, where several blocks would look for them.
   const void* copied[kSpan];
-  const bool where_they_lie = whole_keys && s.rows <= R;
-  if (!where_they_lie) copy_keys<kind>(s, copied);
-  const void* const* keys = where_they_lie ? s.keys : copied;
+  if (!whole_keys) copy_keys<kind>(s, copied);
+  const void* const* keys = whole_keys ? s.keys : copied;
   uint32_t weights[kAttendedRows * words];
   for (int64_t row = 0; row < s.rows; row += R) {
     alignas(64) float scores[kSpan * R];

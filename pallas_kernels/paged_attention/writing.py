@@ -142,9 +142,9 @@ def _kernel(inputs, _, per_layer, sums, kv, merging, *, write, read, config):
         at = (heads + page.kv_heads + kv_head + one)[:, None], column[None]
         value = plgpu.load(qkv.at[t, *at], mask=new, other=0)
         place = pages[t] + layer[0] * page.rows_per_layer
-        place = (place + last % page.block_size * page.rows_per_token + kv_head + one)[:, None]
+        place = (place + (kv_head * page.block_size + last % page.block_size) + one)[:, None]
         plgpu.store(kv.at[place, column[None]], _as_uint16(key), mask=new)
-        plgpu.store(kv.at[place + page.kv_heads, column[None]], _as_uint16(value), mask=new)
+        plgpu.store(kv.at[place + page.rows_to_value, column[None]], _as_uint16(value), mask=new)
 
         def span(s, found, newest=None):
             position, held = kernels.span_of(s, low, last)

@@ -61,9 +61,10 @@ def lay_out(
         table[s, : used[s]] = mine * page_rows + 1
         for position in range(len(k)):
             row = table[s, position // page.block_size] + layer * page.rows_per_layer
-            row += position % page.block_size * page.rows_per_token
+            row += position % page.block_size
             both = np.concatenate([k[position], *([] if page.latent else [v[position]])])
-            view[row : row + page.rows_per_token] = as_rows(both, row_elements)
+            own = view[row :: page.block_size][: page.rows_per_token]
+            own[:] = as_rows(both, row_elements)
     return PagedKV(view.reshape(-1, COLUMNS), table, keys, values)
 
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from moejax import LLM, SamplingParams, UserError
+from moejax.serve import kept_kv
 from tests.conftest import DEMO, REPOSITORY
 from tests.moejax.engine import scenes
 
@@ -104,7 +105,7 @@ def files(directory):
 
 
 @pytest.mark.slow
-def test_kv_is_bound_to_the_options_that_decide_its_bits(tmp_path):
+def test_kv_is_bound_to_the_options_and_the_layout_that_decide_its_bits(tmp_path, monkeypatch):
     def cached(**options):
         with LLM("demo", kv_dir=tmp_path, **LIMITS, **options) as llm:
             return llm.generate([LONG], GREEDY, use_tqdm=False)[0].metrics.cached_tokens
@@ -112,7 +113,9 @@ def test_kv_is_bound_to_the_options_that_decide_its_bits(tmp_path):
     assert cached() == 0
     assert cached() == cached(expert_budget="25%", seed=3) == 96
     assert cached(dtype="float32") == 0
-    assert len([*tmp_path.iterdir()]) == 2
+    monkeypatch.setattr(kept_kv, "_PAGES", "of another moejax")
+    assert cached() == 0
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 @pytest.mark.slow

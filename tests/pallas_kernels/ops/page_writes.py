@@ -110,8 +110,8 @@ def rows_at(spec, inputs, arena, dtype, t):
     page = page_of(spec)
     view = arena.reshape(-1, page.head_dim * dtype.itemsize // 2)
     at = inputs["pages"][t] + inputs["layer"] * page.rows_per_layer
-    at += inputs["positions"][t] % page.block_size * page.rows_per_token
-    return view[at : at + page.rows_per_token]
+    at += inputs["positions"][t] % page.block_size
+    return view[at :: page.block_size][: page.rows_per_token]
 
 
 def check_written(spec, implementation, inputs, want_q, want_rows, exact_rows=0):
