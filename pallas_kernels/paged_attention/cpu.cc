@@ -9,8 +9,9 @@
 namespace moejax {
 namespace {
 
-// Bytes of a span that a task fetches ahead, at most: half of a second cache.
-constexpr int64_t kNear = 1 << 19;
+// KV heads of spans that a task asks for before it reads them. One comes too late for a fast core, and all of a
+// span would be waited for when a task begins.
+constexpr int64_t kAhead = 2;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Shape {
@@ -191,12 +192,19 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
   const AttendedSums all = sums_at(own.get(), n, width);
   AttendedSums sums = all;
-  Span spans[2];
+  const int64_t turns = (task.end - task.begin) * task.heads;
+  Span spans[kAhead + 1];
   Rows rows;
   Pieces ahead;
-  look_up(c, s, task, task.begin, spans[0]);
-  for (int64_t head = 0; head < task.heads; head++) {
-    ahead.set(c, s, spans[0], task.kv_head + head);
+  const auto find = [&](int64_t turn) {
+    ahead.count = 0;
+    if (turn >= turns) return;
+    Span& span = spans[turn / task.heads % (kAhead + 1)];
+    if (turn % task.heads == 0) look_up(c, s, task, task.begin + turn / task.heads, span);
+    ahead.set(c, s, span, task.kv_head + turn % task.heads);
+  };
+  for (int64_t turn = 0; turn < kAhead; turn++) {
+    find(turn);
     for (int64_t i = 0; i < ahead.count; i++) {
       for (int64_t at = 0; at < ahead.bytes; at += 64) {
         __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at, 0, 2);
@@ -214,11 +222,8 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       sums = sums_at(own.get() + size, n, width);
     }
     if (starts) clear(sums, n, width);
-    const Span &span = spans[(number - task.begin) % 2];
-    Span &next = spans[(number - task.begin + 1) % 2];
+    const Span& span = spans[(number - task.begin) % (kAhead + 1)];
     const Seen& now = span.seen;
-    const bool goes_on = number + 1 < task.end;
-    if (goes_on) look_up(c, s, task, number + 1, next);
     for (int64_t i = 0; i < task.count; i++) {
       const int64_t position = position_of(i);
       seen[i] = std::max<int64_t>(first_seen(c, position) - now.start, 0);
@@ -230,10 +235,8 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       AttendedSpan a = {};
       a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
       a.keys = rows.keys, a.values = rows.values, a.from = now.from, a.to = now.to;
-      if (goes_on) {
-        ahead.set(c, s, next, task.kv_head + head);
-        a.next = ahead.begin, a.next_count = ahead.count, a.next_bytes = ahead.bytes;
-      }
+      find((number - task.begin) * task.heads + head + kAhead);
+      a.next = ahead.begin, a.next_count = ahead.count, a.next_bytes = ahead.bytes;
       a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
       a.q = q.get() + head * q_size, a.total = sums.total + row * width;
       a.q_width = q_width, a.width = width, a.top = sums.top + row, a.mass = sums.mass + row;
@@ -265,8 +268,7 @@ void attend(Pool& pool, const Kernels& k, const Attention& c,
   }
   // KV heads of a task, splits and rows: fewer where threads would wait for the last one.
   const int64_t wanted = 2 * pool.threads(), pairs = c.kv_heads * splits;
-  const int64_t near = std::max<int64_t>(kNear / (kSpan * 2 * c.head_dim * s.size), 1);
-  const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, std::min(c.kv_heads, near));
+  const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, c.kv_heads);
   const int64_t even = (c.kv_heads + most - 1) / most, run = (splits - 1) / (2 * wanted) + 1;
   int64_t parted = 0;
   for (const Queries& q : queries) parted += splits_of(q) > run ? splits_of(q) : 0;
