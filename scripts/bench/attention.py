@@ -7,7 +7,8 @@ is one query in every layer, its steps dispatched ahead of each other as `genera
 is the KV's bytes over the time, beside the memory's read rate. Prefill is one chunk of 512 queries
 at the end of the context; its rate is four operations a query, seen key, head and value over the
 time, beside the rate of a large product by XLA. Columns: the median time of all layers, its
-quartiles, the processor time of all threads, and the shares.
+quartiles, the processor time of all threads, the rate, that of the machine measured before each
+round, and the share of a round with its quartiles.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from scripts.parts.text_table import aligned
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, CHUNK = 4, 32, 4, 128, 512
 STEPS = 8  # of decode, dispatched at once
+BLOCK_S = 0.25  # seconds of a round, at least: as long as the machine's rate takes
 PAGE = KVPage(64, KV_HEADS, HEAD_DIM)
 COLUMNS = (
     ("program", "{name}"),
@@ -45,8 +47,10 @@ COLUMNS = (
     ("ms", "{ms:.2f}"),
     ("quartiles", "{low:.2f}–{high:.2f}"),
     ("processor ms", "{processor:.2f}"),
-    ("rate", "{rate:.1f} {unit}"),
+    ("rate", "{rate:.1f}"),
+    ("machine", "{machine:.1f} {unit}"),
     ("share", "{share:.0%}"),
+    ("quartiles", "{least:.0%}–{most:.0%}"),
 )
 
 
@@ -94,36 +98,53 @@ def programs(tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return steps, lambda: prefill(many, on(), table)
 
 
-def measured(
-    tokens: int, rounds: int, memory: float, matrix: float, wanted: str | None
-) -> Iterator[dict[str, Any]]:
+def memory_rate() -> float:
+    """Bytes that memory gives in a second now."""
+    measure_memory_rate.cache_clear()
+    return measure_memory_rate(jax.devices()[0])
+
+
+def measured(tokens: int, rounds: int, wanted: str | None) -> Iterator[dict[str, Any]]:
     """A line of COLUMNS for decode and one for prefill, or for the one that is wanted."""
     size = min(CHUNK, tokens)
     nbytes = LAYERS * tokens * 2 * KV_HEADS * HEAD_DIM * 2
     seen = size * (tokens - size) + size * (size + 1) // 2
     operations = LAYERS * seen * HEADS * HEAD_DIM * 4
-    work = ("decode", STEPS, nbytes, memory, "GB/s"), ("prefill", 1, operations, matrix, "GFLOP/s")
-    for call, (name, steps, amount, most, unit) in zip(programs(tokens), work, strict=True):
+    matrix_rate = functools.partial(measure_matrix_rate, jax.devices()[0], jnp.bfloat16)
+    work = (
+        ("decode", STEPS, nbytes, memory_rate, "GB/s"),
+        ("prefill", 1, operations, matrix_rate, "GFLOP/s"),
+    )
+    for call, (name, steps, amount, can, unit) in zip(programs(tokens), work, strict=True):
         if wanted not in (None, name):
             continue
-        times = np.zeros((rounds + 1, 2))
+        jax.block_until_ready(call())
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        calls = int(BLOCK_S / (time.perf_counter() - began)) + 1
+        times = np.zeros((rounds, 3))
         for mine in times:
-            start = time.perf_counter(), time.process_time()
-            jax.block_until_ready(call())
-            mine[:] = time.perf_counter() - start[0], time.process_time() - start[1]
-        times /= steps
-        low, middle, high = np.quantile(times[1:, 0], [0.25, 0.5, 0.75]) * 1e3
-        rate = amount / middle * 1e3
+            machine, start = can(), (time.perf_counter(), time.process_time())
+            for _ in range(calls):
+                jax.block_until_ready(call())
+            taken = time.perf_counter() - start[0], time.process_time() - start[1]
+            mine[:] = machine, *(seconds / (calls * steps) for seconds in taken)
+        machine, seconds, processor = times.T
+        low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]) * 1e3
+        least, share, most = np.quantile(amount / seconds / machine, [0.25, 0.5, 0.75])
         yield {
             "name": name,
             "tokens": tokens,
             "ms": middle,
             "low": low,
             "high": high,
-            "processor": np.median(times[1:, 1]) * 1e3,
-            "rate": rate / 1e9,
+            "processor": np.median(processor) * 1e3,
+            "rate": amount / middle / 1e6,
+            "machine": np.median(machine) / 1e9,
             "unit": unit,
-            "share": rate / most,
+            "share": share,
+            "least": least,
+            "most": most,
         }
 
 
@@ -137,12 +158,6 @@ def main(arguments: Sequence[str]) -> int:
     positive(given, "rounds")
     if reason := why_not_cpu():
         raise UserError(reason)
-    device = jax.devices()[0]
-    memory, matrix = measure_memory_rate(device), measure_matrix_rate(device, jnp.bfloat16)
-    print(
-        f"{instruction_set()}, memory {memory / 1e9:.1f} GB/s, products {matrix / 1e9:.0f} GFLOP/s"
-    )
-    rates = given.rounds, memory, matrix, given.program
-    lines = [line for n in given.tokens for line in measured(n, *rates)]
-    print(*aligned(COLUMNS, lines), sep="\n")
+    lines = [line for n in given.tokens for line in measured(n, given.rounds, given.program)]
+    print(instruction_set(), *aligned(COLUMNS, lines), sep="\n")
     return 0
