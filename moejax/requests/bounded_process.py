@@ -44,6 +44,7 @@ class BoundedProcess:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._turn = tokenizer, threading.Lock()
         self._process: subprocess.Popen | None = None
+        self._interrupted: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._knows: dict[str, Any] = {}
         self._end: weakref.finalize | None = None
@@ -78,6 +79,7 @@ class BoundedProcess:
         """Ends the work in progress; its caller gets a UserError. The next use starts the process
         again."""
         if (process := self._process) is not None:
+            self._interrupted = process  # it may look alive for milliseconds
             process.kill()
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class BoundedProcess:
 
     def _connect(self) -> Connection:
         if self._connection is not None and self._process is not None:
-            if self._process.poll() is None:
+            if self._process is not self._interrupted and self._process.poll() is None:
                 return self._connection
             self._stop()
         ours, theirs = Pipe()

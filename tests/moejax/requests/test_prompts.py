@@ -79,6 +79,15 @@ def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
     assert shared._bounded._process is process
 
 
+def test_a_prompt_right_after_an_interrupt_gets_a_new_process(shared, monkeypatch):
+    expected = shared(MESSAGES)
+    process = shared._bounded._process
+    monkeypatch.setattr(process, "poll", lambda: None)  # its end is not seen yet
+    shared.interrupt()
+    assert shared(MESSAGES) == expected
+    assert shared._bounded._process is not process
+
+
 HARMONY = """\
 {{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') }}
 {{- '\\nReasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
