@@ -254,7 +254,10 @@ void check_writes(const Kernels& k) {
     if (p.row(t) >= 0) {
       const char* row = at(static_cast<void*>(p.arena), p.row(t) * p.head_dim, p.type);
       const char* values = qkv.data() + (t * all + h.heads + h.kv_heads) * bytes;
-      expect(!std::memcmp(row + h.kv_heads * bytes, values, h.kv_heads * bytes), "kv_write: values");
+      for (int64_t head = 0; head < h.kv_heads; head++) {
+        const char* const value = row + (h.kv_heads + head) * p.block_size * bytes;
+        expect(!std::memcmp(value, values + head * bytes, bytes), "kv_write: values");
+      }
     }
   }
   pages[0] = (int32_t)p.kv_rows;
@@ -765,8 +768,8 @@ void check_attention(const Kernels& k) {
     const int64_t from = c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
     for (int64_t head = 0; head < c.heads; head++) {
       const auto row = [&](int64_t i) {
-        return table[i / c.block_size] + c.layer * per_layer + i % c.block_size * per_token +
-               head / (c.heads / c.kv_heads);
+        return table[i / c.block_size] + c.layer * per_layer + i % c.block_size +
+               head / (c.heads / c.kv_heads) * c.block_size;
       };
       double mass = 0, top = -1e30;
       std::vector<double> scores, want(value_dim);
@@ -783,7 +786,7 @@ void check_attention(const Kernels& k) {
         const double p = std::exp(scores[i - from] - top);
         mass += p;
         for (int64_t d = 0; d < value_dim; d++) {
-          want[d] += p * value(c.type, arena.data(), (row(i) + (c.latent ? 0 : c.kv_heads)) * c.head_dim + d);
+          want[d] += p * value(c.type, arena.data(), (row(i) + (c.latent ? 0 : c.kv_heads * c.block_size)) * c.head_dim + d);
         }
       }
       for (int64_t d = 0; d < value_dim; d++) {
