@@ -749,7 +749,8 @@ void check_attention(const Kernels& k) {
   c.block_size = 16 << pick(0, 2), c.window = pick(0, 1) ? pick(1, 90) : 0, c.scale = 0.3f;
   c.blocks = pick(1, 192 / c.block_size), c.sequences = 1, c.split = pick(0, 2);
   const int64_t value_dim = c.latent ? c.latent : c.head_dim;
-  const int64_t per_token = c.latent ? 1 : 2 * c.kv_heads, per_layer = per_token * c.block_size;
+  const int64_t to_value = c.latent ? 0 : c.kv_heads * c.block_size;  // rows from a key
+  const int64_t per_layer = c.latent ? c.block_size : 2 * to_value;
   const int64_t length = pick(1, c.blocks * c.block_size), count = pick(1, std::min<int64_t>(length, 70));
   c.layer = pick(0, 1);
   c.kv_rows = 2 * c.blocks * per_layer;
@@ -786,7 +787,7 @@ void check_attention(const Kernels& k) {
         const double p = std::exp(scores[i - from] - top);
         mass += p;
         for (int64_t d = 0; d < value_dim; d++) {
-          want[d] += p * value(c.type, arena.data(), (row(i) + (c.latent ? 0 : c.kv_heads * c.block_size)) * c.head_dim + d);
+          want[d] += p * value(c.type, arena.data(), (row(i) + to_value) * c.head_dim + d);
         }
       }
       for (int64_t d = 0; d < value_dim; d++) {
