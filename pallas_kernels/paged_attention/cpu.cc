@@ -192,7 +192,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
   const AttendedSums all = sums_at(own.get(), n, width);
   AttendedSums sums = all;
-  const int64_t turns = (task.end - task.begin) * task.heads;
+  const int64_t turns = (task.end - task.begin) * task.heads;  // KV heads of spans
   Span spans[kAhead + 1];
   Rows rows;
   Pieces ahead;

@@ -28,6 +28,8 @@ constexpr int kBlockRows = L < 8 ? L : 8;  // whose scores are summed at once, a
 // flight each waits for the one before.
 constexpr int kPlaceRows = L == 8 ? 6 : 8;
 constexpr int kWords = 2;  // of values, between requests for lines
+// Keys whose vectors are summed together by AVX2: between products their shuffles take the multipliers' turns.
+constexpr int64_t kScored = 16;
 constexpr int kScoreSteps = 4;  // of an Ahead, while L scores are summed
 
 template <Type kind>
@@ -124,15 +126,14 @@ INLINE int64_t tile_of(int64_t left) {
   return kTileVectors > 2 && left == kTileVectors + 1 ? kTileVectors - 1 : least(left, kTileVectors);
 }
 
-// The sums of the lanes of n vectors, all in one order, [vector / T][R], of which T are set.
-template <int n, int T, int R>
-INLINE void store_sums(vf* v, float* scores) {
+// The sums of the lanes of L vectors, all in one order.
+INLINE vf sums_of(const vf* from) {
 #if defined(__AVX512F__) && MOEJAX_LANES == 16
-  static_assert(n == L && T == R);
+  vf v[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
-    v[i / 2] = (vf)_mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]) +
-               (vf)_mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+    v[i / 2] = (vf)_mm512_unpacklo_ps((__m512)from[i], (__m512)from[i + 1]) +
+               (vf)_mm512_unpackhi_ps((__m512)from[i], (__m512)from[i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
@@ -142,22 +143,21 @@ INLINE void store_sums(vf* v, float* scores) {
   const auto halves = [](vf a, vf b) {
     return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
   };
-  store(scores, halves(halves(v[0], v[1]), halves(v[2], v[3])));
+  return halves(halves(v[0], v[1]), halves(v[2], v[3]));
 #elif defined(__AVX2__) && MOEJAX_LANES == 8
-  const auto pairs = [](vf a, vf b) __attribute__((always_inline)) {
-    return (vf)_mm256_unpacklo_ps((__m256)a, (__m256)b) + (vf)_mm256_unpackhi_ps((__m256)a, (__m256)b);
+  const auto pair = [](vf a, vf b) __attribute__((always_inline)) {
+    return (vf)_mm256_blend_ps((__m256)a, (__m256)b, 0xcc) + (vf)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e);
   };
-#pragma GCC unroll 4
-  for (int i = 0; i < n; i += 4) {
-    const __m256d a = (__m256d)pairs(v[i], v[i + 1]), b = (__m256d)pairs(v[i + 2], v[i + 3]);
-    const __m256 both = (__m256)((vf)_mm256_unpacklo_pd(a, b) + (vf)_mm256_unpackhi_pd(a, b));
-    float sums[4];
-    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
-#pragma GCC unroll 2
-    for (int j = i; j < i + 4; j += 2) memcpy(scores + j / T * R + j % T, sums + j - i, 8);
-  }
+  const auto quad = [&](int i) __attribute__((always_inline)) {
+    const __m256 a = (__m256)pair(from[i], from[i + 1]), b = (__m256)pair(from[i + 2], from[i + 3]);
+    return (__m256)((vf)_mm256_shuffle_ps(a, b, 0x88) + (vf)_mm256_shuffle_ps(a, b, 0xdd));
+  };
+  const __m256 a = quad(0), b = quad(4);
+  return (vf)_mm256_blend_ps(a, b, 0xf0) + (vf)_mm256_permute2f128_ps(a, b, 0x21);
 #else
-  for (int i = 0; i < n; i++) scores[i / T * R + i % T] = sum(v[i]);
+  vf sums;
+  for (int i = 0; i < L; i++) sums[i] = sum(from[i]);
+  return sums;
 #endif
 }
 
@@ -175,14 +175,17 @@ void copy_keys(const AttendedSpan& s, const void** keys) {
   }
 }
 
-// Scores [key][row] of T of R rows of queries with keys of whole vectors, K at once.
-template <Type kind, int K, int T, int R>
-__attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* const* keys, const float* q, float* scores,
-                                          Ahead& ahead) {
+// Scores [key][row] of T of R rows of queries with keys of whole vectors, K at once: those of a span, or of kScored
+// keys as vectors whose lanes are to be summed.
+template <Type kind, int K, int T, int R, class Score>
+__attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* const* keys, const float* q,
+                                          Score* scores, Ahead& ahead) {
+  constexpr bool summed = std::is_same_v<Score, float>;
+  static_assert(!summed || (K * T == L && T == R));
   constexpr int words = in_pairs<kind>() ? 1 : 2;  // vectors of 2 · L elements
   constexpr int held = L == 8 ? 1 : words;         // in registers, of which AVX2 has 16
   const int64_t width = s.q_width;
-  for (int64_t first = 0; first < kSpan; first += K, keys += K) {
+  for (int64_t first = 0; first < (summed ? kSpan : kScored); first += K, keys += K, scores += K * R) {
     ahead.step(kScoreSteps * K * T / L);
     vf total[K * T] = {};
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
@@ -238,7 +241,12 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* con
         }
       }
     }
-    store_sums<K * T, T, R>(total, scores + first * R);
+    if constexpr (summed) {
+      store(scores, sums_of(total));
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < K * T; i++) scores[i / T * R + i % T] = total[i];
+    }
   }
 }
 
@@ -246,9 +254,13 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* con
 template <Type kind, int R>
 INLINE void score(const AttendedSpan& s, const void* const* keys, const float* q, float* scores, Ahead& ahead) {
   if constexpr (R > kPlaceRows) {
-    score_rows<kind, 2, kPlaceRows, R>(s, keys, q, scores, ahead);
     constexpr int rest = R - kPlaceRows;
-    score_rows<kind, L / rest, rest, R>(s, keys, q + kPlaceRows * s.q_width, scores + kPlaceRows, ahead);
+    for (int64_t first = 0; first < kSpan; first += kScored, keys += kScored) {
+      vf sums[kScored * R];
+      score_rows<kind, 2, kPlaceRows, R>(s, keys, q, sums, ahead);
+      score_rows<kind, L / rest, rest, R>(s, keys, q + kPlaceRows * s.q_width, sums + kPlaceRows, ahead);
+      for (int64_t i = 0; i < kScored * R; i += L, scores += L) store(scores, sums_of(sums + i));
+    }
   } else {
     score_rows<kind, L / R, R, R>(s, keys, q, scores, ahead);
   }
