@@ -386,7 +386,9 @@ CONTRACTS = (
         VERSIONED,
         check,
         facts=(a_lossless_expert_has_the_bits_of_a_dense_one,),
-        mutant=Mutant.in_record("places", "version", lambda v: 1 - v, VERSIONED[0]),
+        mutant=Mutant.in_record(
+            "places", "version", lambda v: 1 - v, VERSIONED[0], api.IMPLEMENTATIONS
+        ),
         refused=lambda *versions: refused(versions=versions),
         refusals=(
             ("0 formats for 1 stores",),
