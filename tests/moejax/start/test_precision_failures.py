@@ -106,7 +106,8 @@ def test_a_move_that_is_forgotten_is_found(monkeypatch):
     """A mutation: what the runner refused is not asked for again."""
 
     def forgetful(control: Control) -> None:
-        moves, control._moves = control._moves, []
+        changes = control.controller.changes
+        moves, changes.moves = changes.moves, []
         if moves:
             control.device.move_cells(moves)
 
