@@ -312,7 +312,10 @@ INLINE void fourths_of(const Rows& rows, int r, int64_t at, v64 (&out)[4]) {
 }
 
 // Memory that is asked for, some lines at a time: a core waits for a few dozen at once, and memory idles where it
-// asks for none. Codes of a Zen 5 come 1.15 times as fast where all steps of the sums ask as where one does.
+// asks for none. Codes of a Zen 5 come 1.15 times as fast where all steps of the sums ask as where one does; those of a
+// Zen 4 come 0.94 times as fast where they are asked for once more, shortly before their use. All of it comes to the
+// second cache: a first one of 32 KB (Zen 4) does not hold it, which takes 1.75 times as long. One of 48 KB (Zen 5) held
+// it, and a core got 38 GB/s instead of 27.
 struct PrefetchList {
   const char* next[6];
   int64_t lines[6], some;
@@ -334,16 +337,6 @@ struct PrefetchList {
   }
 };
 
-// What is read three steps after `at` of kOutputs rows of n elements, or of the rows behind them, towards the
-// first cache. One of 32 KB (Zen 4) would not hold what PrefetchList asks for, which therefore goes to the second. A
-// core of a Zen 5 (48 KB) got 38 GB/s of 4-bit codes with all of it asked for towards the first, 27 towards the second;
-// with both it was not measured.
-INLINE void ask_near(const Rows& rows, int64_t at, int64_t n) {
-  const int64_t later = at + 3 * 32, near = later < n ? later : later + (kOutputs - 1) * n;
-#pragma GCC unroll 16
-  for (int r = 0; r < kOutputs; r++) soon(rows.row(r, near), true);
-}
-
 // To out[(t · units + unit) · kOutputs + row] of units of 32 or 16 elements of each plane, for T tokens. x: the
 // numbers, as order_widely has them.
 template <class K, int unit, int T>
@@ -358,9 +351,7 @@ void side_by_side_sums(const Integers& as, const uint16_t* codes_of, const uint1
   int64_t high_at = 0, multiple = 0;
   for (int64_t at = 0; at < size; at += 32, high_at += 32) {
     ahead.ask();
-    ask_near(rows, at, size);
     if (K::highs && high_at == high_size) high_at = 0, reader.set(as, ++multiple);
-    if (K::highs) ask_near(high_rows, high_at, high_size);
     v64 pair[2][U][T][F];  // of fourths: in lanes of 128 bits of each one a sum of the lower and one of the upper bytes
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -632,7 +623,8 @@ INLINE void by_plane(const v64 (&v)[4], v64 (&out)[2][2]) {
   }
 }
 
-// Of any number of columns: rows of `out` have room for a multiple of 16.
+// Of any number of columns: rows of `out` have room for a multiple of 16. Four rows pass at once, as many as the first
+// cache has ways with their upper bits': all of a band's took 1.06 of the time of Q6_K's down on a Zen 4.
 template <class K, int T>
 void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
                int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
@@ -650,48 +642,50 @@ void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step
   const Reader reader(as, multiple);
   const int64_t lines = (n + 31) / 32;  // of a row
   int64_t asked = 0, next = 0;
+  constexpr int64_t most = 512 / (T * F) / 32 * 32;  // columns
+  v64 open[most / 32][T][F][4];
   if (cold) ask_for_columns(rows, K::highs, step, 0, least(n, kNear));
-  for (int64_t at = 0; at < n; at += 32) {
-    if (cold) ask_for_columns(rows, K::highs, step, at + kNear, least(n, at + kNear + 32));
-    const __mmask32 columns = first_of(n - at);
-    v64 sums[T][F][4];
-#pragma GCC unroll 3
-    for (int t = 0; t < T; t++) {
-#pragma GCC unroll 4
-      for (int f = 0; f < F; f++) sums[t][f][0] = sums[t][f][1] = sums[t][f][2] = sums[t][f][3] = v64{};
-    }
+  for (int64_t first = 0; first < n; first += most) {
+    const int64_t behind = least(n, first + most);
+    if (cold) ask_for_columns(rows, K::highs, step, first + kNear, least(n, behind + kNear));
     for (int64_t j = 0; j < step / 4; j++) {
-      for (int i = 0; i < 4; i++, next += 32) {  // row by row, as band_sums of AVX2
-        if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
-        soon(rows.codes + ahead + next);
-        if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next);
-      }
-      v64 four[4], highs[4] = {};
-      four_rows(rows.codes + 4 * j * rows.apart + at, rows.apart, columns, four);
-      if (K::highs) four_rows(rows.highs + 4 * j * rows.apart + at, rows.apart, columns, highs);
+      for (int64_t at = first; at < behind; at += 32) {
+        for (int i = 0; i < 4; i++, next += 32) {  // row by row, as band_sums of AVX2
+          if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
+          soon(rows.codes + ahead + next);
+          if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next);
+        }
+        const __mmask32 columns = first_of(n - at);
+        v64(&sums)[T][F][4] = open[(at - first) / 32];
+        v64 four[4], highs[4] = {};
+        four_rows(rows.codes + 4 * j * rows.apart + at, rows.apart, columns, four);
+        if (K::highs) four_rows(rows.highs + 4 * j * rows.apart + at, rows.apart, columns, highs);
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; k++) {
-        v64 codes[F];
-        reader.fields<K>(four[k], reader.lowered(highs[k]), codes);
+        for (int k = 0; k < 4; k++) {
+          v64 codes[F];
+          reader.fields<K>(four[k], reader.lowered(highs[k]), codes);
 #pragma GCC unroll 4
-        for (int f = 0; f < F; f++) {
+          for (int f = 0; f < F; f++) {
 #pragma GCC unroll 3
-          for (int t = 0; t < T; t++) {
-            sums[t][f][k] = _mm512_dpbusd_epi32(sums[t][f][k], codes[f], _mm512_load_si512(factors[j][t][f]));
+            for (int t = 0; t < T; t++) {
+              v64& mine = sums[t][f][k];
+              mine = _mm512_dpbusd_epi32(j ? mine : v64{}, codes[f], _mm512_load_si512(factors[j][t][f]));
+            }
           }
         }
-      }
-    }
+        if (j + 1 < step / 4) continue;
 #pragma GCC unroll 3
-    for (int t = 0; t < T; t++) {
+        for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
-      for (int f = 0; f < F; f++) {
-        v64 found[2][2];
-        by_plane(sums[t][f], found);
-        for (int p = 0; p < 2; p++) {
-          int32_t* mine = out[t * P + f + p * F] + at;
-          _mm512_storeu_si512(mine, found[p][0]);
-          if (n - at > 16) _mm512_storeu_si512(mine + 16, found[p][1]);
+          for (int f = 0; f < F; f++) {
+            v64 found[2][2];
+            by_plane(sums[t][f], found);
+            for (int p = 0; p < 2; p++) {
+              int32_t* mine = out[t * P + f + p * F] + at;
+              _mm512_storeu_si512(mine, found[p][0]);
+              if (n - at > 16) _mm512_storeu_si512(mine + 16, found[p][1]);
+            }
+          }
         }
       }
     }
