@@ -250,6 +250,12 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
   constexpr int64_t ahead = R == 1 ? 2 : kAhead;  // rows until one that is asked for is read
   static_assert(ahead <= kAhead);
   const bool near = asked_near();
+  // Where one token's products are few instructions, the processor itself fetches ahead: asked for nothing, two cores
+  // of a Zen 4 take 0.85 of the time. AVX2 and AVX-512 without products of bfloat16 then take 1.2 to 1.35.
+  bool asks = next;
+#ifdef __AVX512BF16__
+  if (kind == Type::BF16 && T == 1 && !near) asks = false;
+#endif
   const auto row_at = [=](int64_t i) { return i < rows ? w[i] : next[i - rows]; };
   for (int64_t first = 0; first < rows; first += kGroup) {
     const int64_t last = least(first + kGroup, rows);
@@ -258,9 +264,9 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
       int64_t r = first;
       for (; r + R <= last; r += R) {
         const void* coming[R];
-        for (int i = 0; next && i < R; i++) coming[i] = row_at(r + ahead + i);
+        for (int i = 0; asks && i < R; i++) coming[i] = row_at(r + ahead + i);
         tile<kind, T, R>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride,
-                         next ? coming : nullptr, near);
+                         asks ? coming : nullptr, near);
       }
       for (; r < last; r++) {
         tile<kind, T, 1>(w + r, x, from, to, n, sums + (r - first) * T * L, y + r, stride, nullptr, near);
