@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -680,4 +681,5 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(100_000)  # as in the command `moejax`
     run(sys.argv[1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -41,11 +42,14 @@ COMMANDS = {
     ),
 }
 """Group → names."""
+GARBAGE = 100_000
+"""New objects after which Python looks for garbage, as in the command `moejax`."""
 
 
 def run(group: str) -> None:
     """Runs the command of the group that the command line names; lists all where it names none."""
     name, *arguments = sys.argv[1:] or [""]
+    gc.set_threshold(GARBAGE)
     if name in COMMANDS[group]:
         sys.exit(import_module(f"scripts.{group}.{name}").main(arguments))
     print(*listed(group), sep="\n")
