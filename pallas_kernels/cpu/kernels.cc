@@ -250,9 +250,9 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
   constexpr int64_t ahead = R == 1 ? 2 : kAhead;  // rows until one that is asked for is read
   static_assert(ahead <= kAhead);
   const bool near = asked_near();
-  // Of one token's single rows the processor itself fetches ahead: asked for nothing, two cores of a Zen 4 take 0.85
-  // of the time, or 0.96 without products of bfloat16. Rows side by side, as AVX2 needs them, then take 1.3.
-  const bool asks = next && (T > 1 || R > 1 || near);
+  // Of single rows, as one token's pass, the processor itself fetches ahead: asked for nothing, two cores of a Zen 4
+  // take 0.85 of the time, or 0.96 without products of bfloat16. Rows side by side, as AVX2 needs them, then take 1.3.
+  const bool asks = next && (R > 1 || near);
   const auto row_at = [=](int64_t i) { return i < rows ? w[i] : next[i - rows]; };
   for (int64_t first = 0; first < rows; first += kGroup) {
     const int64_t last = least(first + kGroup, rows);
