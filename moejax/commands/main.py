@@ -47,6 +47,10 @@ from pallas_kernels.option_text import nearest, unknown
 STUCK_S = 1.5
 """Seconds for which Ctrl-C waits for the main thread to leave native code, and for a step."""
 
+GARBAGE = 100_000
+"""New objects after which Python looks for garbage. It does so by itself at every 700, which takes
+a tenth of a small start."""
+
 COMMANDS = (
     *(generate, chat, serve, eval, ablate, info, convert, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu, verify),
@@ -86,9 +90,8 @@ def run() -> NoReturn:
     # Registered before jax's own, so it runs after them. Python's last two collections would look
     # through all objects that jax and moejax made, for 0.4 s, though the process ends anyway.
     atexit.register(gc.freeze)
-    # What a start makes stays as well. Python looks for garbage whenever there are some hundred
-    # more objects, which takes a tenth of a small start.
-    gc.set_threshold(100_000)
+    # What a start makes stays as well.
+    gc.set_threshold(GARBAGE)
     status = main()
     if status == EXIT_INTERRUPTED:
         sys.stdout.flush()

@@ -681,5 +681,5 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000)  # as in the command `moejax`
+    gc.set_threshold(import_module("moejax.commands.main").GARBAGE)  # as `moejax` does
     run(sys.argv[1:])

@@ -18,6 +18,7 @@ from typing import ParamSpec
 
 from host_offload.memory.budget import BudgetError
 from host_offload.traces.schema import TraceError
+from moejax.commands.main import GARBAGE
 from moejax.errors import UserError
 
 P = ParamSpec("P")
@@ -42,14 +43,12 @@ COMMANDS = {
     ),
 }
 """Group → names."""
-GARBAGE = 100_000
-"""New objects after which Python looks for garbage, as in the command `moejax`."""
 
 
 def run(group: str) -> None:
     """Runs the command of the group that the command line names; lists all where it names none."""
     name, *arguments = sys.argv[1:] or [""]
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GARBAGE)  # as `moejax` does
     if name in COMMANDS[group]:
         sys.exit(import_module(f"scripts.{group}.{name}").main(arguments))
     print(*listed(group), sep="\n")
