@@ -30,6 +30,7 @@ INLINE bool seen_by_all(const AttendedSpan& s) {
 struct Ahead {
   const void* const* rows;
   const char *line = nullptr, *stop = nullptr;
+  const char* straight = nullptr;  // stop, if each step asks for one line
   int64_t left, bytes, each;
   Ahead(const AttendedSpan& s, int64_t steps) : rows(s.next), left(s.next_count), bytes(s.next_bytes) {
     each = (left * ((bytes + 63) / 64) + steps - 1) / steps;
@@ -38,8 +39,16 @@ struct Ahead {
   void begin() {
     if (left-- > 0) line = (const char*)*rows++, stop = line + bytes;
     else each = 0;  // and the loop ends
+    straight = each == 1 ? stop : line;
   }
-  INLINE void step(int64_t count = 1) {
+  template <int64_t count = 1>
+  INLINE void step() {
+    if (__builtin_expect(straight - line > 64 * count, 1)) {  // a loop's counting takes the multipliers' turns
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(line + 64 * i, 0, 2);
+      line += 64 * count;
+      return;
+    }
     for (int64_t i = 0; i < count * each; i++) {
       __builtin_prefetch(line, 0, 2);
       line += 64;

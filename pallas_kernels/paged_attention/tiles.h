@@ -27,10 +27,9 @@ constexpr int kBlockRows = L < 8 ? L : 8;  // whose scores are summed at once, a
 // Rows that meet values where they lie, and keys. Of AVX2, six rows make 12 sums of two vectors: with eight sums in
 // flight each waits for the one before.
 constexpr int kPlaceRows = L == 8 ? 6 : 8;
-constexpr int kWords = 2;  // of values, between requests for lines
+constexpr int kWords = L < 8 ? 4 : 2;  // of values, between requests for lines
 // Keys whose vectors are summed together by AVX2: between products their shuffles take the multipliers' turns.
 constexpr int64_t kScored = 16;
-constexpr int kScoreSteps = 4;  // of an Ahead, while L scores are summed
 
 template <Type kind>
 constexpr bool in_pairs() {
@@ -39,6 +38,13 @@ constexpr bool in_pairs() {
 #else
   return false;
 #endif
+}
+
+// Of an Ahead, while words of a block of columns are multiplied: as many as they have lines. Those of scores
+// are for heads of 128 and 8 rows. More at once than are read make the processor wait.
+template <bool pairs>
+constexpr int64_t steps_of(int64_t words) {
+  return words * L * (pairs ? 2 : 1) / 16;
 }
 
 template <bool pairs>
@@ -80,8 +86,8 @@ __attribute__((noinline)) void product(const Rows& a, const Words& b, float* out
     for (int c = 0; c < C; c++) total[t][c] = load<vf>(out + t * stride + c * L);
   }
   for (int64_t first = 0; first < Rows::words; first += kWords) {
-    ahead.step(kWords);
-#pragma GCC unroll 2
+    ahead.template step<steps_of<pairs>(kWords)>();
+#pragma GCC unroll 4
     for (int64_t u = first; u < first + kWords; u++) {
       vu w[C];
       b.template get<C>(u, w);
@@ -186,7 +192,7 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* con
   constexpr int held = L == 8 ? 1 : words;         // in registers, of which AVX2 has 16
   const int64_t width = s.q_width;
   for (int64_t first = 0; first < (summed ? kSpan : kScored); first += K, keys += K, scores += K * R) {
-    ahead.step(kScoreSteps * K * T / L);
+    ahead.template step<K * T / 2>();
     vf total[K * T] = {};
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
 #pragma GCC unroll 2
@@ -422,7 +428,7 @@ void attend_rows(const AttendedSpan& s) {
   const bool in_place = whole_values && !alone && s.rows <= R;
   const int64_t blocks = (s.rows + R - 1) / R, tile_rows = (s.rows + kTileRows - 1) / kTileRows;
   const int64_t tiles = in_place ? columns / block : tile_rows * (columns / L / kTileVectors);
-  Ahead ahead(s, blocks * (kSpan * R / L) * kScoreSteps + tiles * words);
+  Ahead ahead(s, blocks * kSpan * R / 2 + steps_of<pairs>(tiles * words));
   const void* copied[kSpan];
   if (!whole_keys) copy_keys<kind>(s, copied);
   const void* const* keys = whole_keys ? s.keys : copied;
