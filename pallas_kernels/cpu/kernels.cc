@@ -178,8 +178,12 @@ constexpr int64_t kGroup = 48;  // rows whose sums wait
 // Whether rows that are soon read are asked for towards the first cache. One of 32 KiB has often lost them
 // again by then: two cores of a Zen 4 read 28 to 30 GB/s by way of the second one, 17 to 24 by the first.
 bool asked_near() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE  // of glibc alone
   static const bool large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
   return large;
+#else
+  return false;
+#endif
 }
 
 #ifdef __AVX512BF16__
