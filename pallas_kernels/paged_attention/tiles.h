@@ -40,10 +40,13 @@ constexpr bool in_pairs() {
 #endif
 }
 
-// Of an Ahead, while words of a block of columns are multiplied: as many as they have lines. Those of scores
-// are for heads of 128 and 8 rows. More at once than are read make the processor wait.
+// Steps of an Ahead: as many as lines are read meanwhile, since more requests at once make the processor wait.
+// Eight rows' scores with a key of 128 read four lines.
+constexpr int64_t score_steps(int64_t scores) { return scores / 2; }
+
+// A word of values has a block of 2 · L columns, of one key or of two.
 template <bool pairs>
-constexpr int64_t steps_of(int64_t words) {
+constexpr int64_t value_steps(int64_t words) {
   return words * L * (pairs ? 2 : 1) / 16;
 }
 
@@ -86,7 +89,7 @@ __attribute__((noinline)) void product(const Rows& a, const Words& b, float* out
     for (int c = 0; c < C; c++) total[t][c] = load<vf>(out + t * stride + c * L);
   }
   for (int64_t first = 0; first < Rows::words; first += kWords) {
-    ahead.template step<steps_of<pairs>(kWords)>();
+    ahead.step<value_steps<pairs>(kWords)>();
 #pragma GCC unroll 4
     for (int64_t u = first; u < first + kWords; u++) {
       vu w[C];
@@ -192,7 +195,7 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* con
   constexpr int held = L == 8 ? 1 : words;         // in registers, of which AVX2 has 16
   const int64_t width = s.q_width;
   for (int64_t first = 0; first < (summed ? kSpan : kScored); first += K, keys += K, scores += K * R) {
-    ahead.template step<K * T / 2>();
+    ahead.step<score_steps(K * T)>();
     vf total[K * T] = {};
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
 #pragma GCC unroll 2
@@ -428,7 +431,7 @@ void attend_rows(const AttendedSpan& s) {
   const bool in_place = whole_values && !alone && s.rows <= R;
   const int64_t blocks = (s.rows + R - 1) / R, tile_rows = (s.rows + kTileRows - 1) / kTileRows;
   const int64_t tiles = in_place ? columns / block : tile_rows * (columns / L / kTileVectors);
-  Ahead ahead(s, blocks * kSpan * R / 2 + steps_of<pairs>(tiles * words));
+  Ahead ahead(s, score_steps(blocks * kSpan * R) + value_steps<pairs>(tiles * words));
   const void* copied[kSpan];
   if (!whole_keys) copy_keys<kind>(s, copied);
   const void* const* keys = whole_keys ? s.keys : copied;
