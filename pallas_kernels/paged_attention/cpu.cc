@@ -9,8 +9,10 @@
 namespace moejax {
 namespace {
 
-// KV heads of spans that a task asks for before it reads them. One comes too late for a fast core, and all of a
-// span would be waited for when a task begins.
+// Memory gives most where it is read straight on, and a page has the keys of its heads, then their values: so a task
+// asks for those of so many heads together, while it computes as many before them.
+constexpr int64_t kTogether = 4;
+// Groups of fewer heads that are asked for before they are read: one head would come too late for a fast core.
 constexpr int64_t kAhead = 2;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -147,18 +149,22 @@ struct Rows {
   }
 };
 
-// What a task reads of a span for a KV head: a piece of each block, as long as the longest.
+// A part of what a task reads of a span for some KV heads, as it lies: a piece of each block, as long as the longest.
 struct Pieces {
-  const void* begin[2 * kSpan];
+  const void* begin[2 * kTogether * kSpan];
   int64_t count = 0, bytes = 0;
 
-  void set(const Attention& c, const Shape& s, const Span& span, int64_t head) {
+  // Part `part` of `parts` of those of heads [first, first + heads).
+  void set(const Attention& c, const Shape& s, const Span& span, int64_t first, int64_t heads, int64_t part,
+           int64_t parts) {
     const int64_t row_size = c.head_dim * s.size, of_head = c.block_size * row_size;
+    const int64_t all = (c.latent ? 1 : 2) * heads;  // keys of heads, then values
     const auto [start, from, to] = span.seen;
     count = 0, bytes = std::min(c.block_size, to - from) * row_size;
-    for (int64_t part = 0; part < (c.latent ? 1 : 2); part++) {
+    for (int64_t n = all * part / parts; n < all * (part + 1) / parts; n++) {
+      const int64_t at = (first + n % heads + n / heads * c.kv_heads) * of_head;
       for (int64_t i = from; i < to; i += c.block_size - (start + i) % c.block_size) {
-        begin[count++] = span.tokens[i] + (head + part * c.kv_heads) * of_head;
+        begin[count++] = span.tokens[i] + at;
       }
     }
   }
@@ -192,22 +198,29 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
   const AttendedSums all = sums_at(own.get(), n, width);
   AttendedSums sums = all;
-  const int64_t turns = (task.end - task.begin) * task.heads;  // KV heads of spans
+  // Groups of heads, as even as can be, one span's after the other's.
+  const int64_t groups = (task.heads + kTogether - 1) / kTogether, together = (task.heads + groups - 1) / groups;
+  const int64_t early = together < kTogether ? kAhead : 1;
   Span spans[kAhead + 1];
+  // A thread's next task begins where this one ends.
+  const int64_t stop = task.parts ? task.queries.position / kSpan + 1 : task.end;
+  int64_t looked_up = task.begin;
   Rows rows;
   Pieces ahead;
-  const auto find = [&](int64_t turn) {
+  // Part `part` of `parts` of a group, counted from the task's first.
+  const auto find = [&](int64_t group, int64_t part, int64_t parts) {
+    const int64_t number = task.begin + group / groups, head = group % groups * together;
     ahead.count = 0;
-    if (turn >= turns) return;
-    Span& span = spans[turn / task.heads % (kAhead + 1)];
-    if (turn % task.heads == 0) look_up(c, s, task, task.begin + turn / task.heads, span);
-    ahead.set(c, s, span, task.kv_head + turn % task.heads);
+    if (number >= stop) return;
+    Span& span = spans[number % (kAhead + 1)];
+    if (number == looked_up) look_up(c, s, task, looked_up++, span);
+    ahead.set(c, s, span, task.kv_head + head, std::min(together, task.heads - head), part, parts);
   };
-  for (int64_t turn = 0; turn < kAhead; turn++) {
-    find(turn);
+  for (int64_t group = 0; group < early; group++) {
+    find(group, 0, 1);
     for (int64_t i = 0; i < ahead.count; i++) {
       for (int64_t at = 0; at < ahead.bytes; at += 64) {
-        __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at, 0, 2);
+        __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at);
       }
     }
   }
@@ -222,7 +235,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       sums = sums_at(own.get() + size, n, width);
     }
     if (starts) clear(sums, n, width);
-    const Span& span = spans[(number - task.begin) % (kAhead + 1)];
+    const Span& span = spans[number % (kAhead + 1)];
     const Seen& now = span.seen;
     for (int64_t i = 0; i < task.count; i++) {
       const int64_t position = position_of(i);
@@ -235,7 +248,8 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       AttendedSpan a = {};
       a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
       a.keys = rows.keys, a.values = rows.values, a.from = now.from, a.to = now.to;
-      find((number - task.begin) * task.heads + head + kAhead);
+      const int64_t group = head / together, within = std::min(together, task.heads - group * together);
+      find((number - task.begin) * groups + group + early, head % together, within);
       a.next = ahead.begin, a.next_count = ahead.count, a.next_bytes = ahead.bytes;
       a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
       a.q = q.get() + head * q_size, a.total = sums.total + row * width;

@@ -25,8 +25,7 @@ INLINE bool seen_by_all(const AttendedSpan& s) {
   return true;
 }
 
-// Asks for the next span's lines towards the second cache, some at each step. The first one has room for few
-// requests: the processor forgets some.
+// Asks for lines that come next, some at each step and evenly: of many at once the processor forgets some.
 struct Ahead {
   const void* const* rows;
   const char *line = nullptr, *stop = nullptr;
@@ -45,12 +44,12 @@ struct Ahead {
   INLINE void step() {
     if (__builtin_expect(straight - line > 64 * count, 1)) {  // a loop's counting takes the multipliers' turns
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(line + 64 * i, 0, 2);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(line + 64 * i);
       line += 64 * count;
       return;
     }
     for (int64_t i = 0; i < count * each; i++) {
-      __builtin_prefetch(line, 0, 2);
+      __builtin_prefetch(line);
       line += 64;
       if (__builtin_expect(line >= stop, 0)) begin();
     }

@@ -27,7 +27,6 @@ constexpr int kBlockRows = L < 8 ? L : 8;  // whose scores are summed at once, a
 // Rows that meet values where they lie, and keys. Of AVX2, six rows make 12 sums of two vectors: with eight sums in
 // flight each waits for the one before.
 constexpr int kPlaceRows = L == 8 ? 6 : 8;
-constexpr int kWords = L < 8 ? 4 : 2;  // of values, between requests for lines
 // Keys whose vectors are summed together by AVX2: between products their shuffles take the multipliers' turns.
 constexpr int64_t kScored = 16;
 
@@ -40,15 +39,15 @@ constexpr bool in_pairs() {
 #endif
 }
 
-// Steps of an Ahead: as many as lines are read meanwhile, since more requests at once make the processor wait.
-// Eight rows' scores with a key of 128 read four lines.
+// Steps of an Ahead, for one line each, so that eight rows ask evenly for as many lines as keys and values of 128
+// columns have: half while there are scores, an eighth while they are softened, and the rest with the values.
 constexpr int64_t score_steps(int64_t scores) { return scores / 2; }
+constexpr int64_t soften_steps(int64_t scores) { return scores / 8; }
+constexpr int64_t kValueSteps = 3;
 
-// A word of values has a block of 2 · L columns, of one key or of two.
+// Words of values between kValueSteps. A word has a block of 2 · L columns, of one key or of two.
 template <bool pairs>
-constexpr int64_t value_steps(int64_t words) {
-  return words * L * (pairs ? 2 : 1) / 16;
-}
+constexpr int64_t words_of_steps() { return 64 / L / (pairs ? 2 : 1); }
 
 template <bool pairs>
 INLINE vf add_words(vf total, vu a, vu b) {
@@ -88,10 +87,11 @@ __attribute__((noinline)) void product(const Rows& a, const Words& b, float* out
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) total[t][c] = load<vf>(out + t * stride + c * L);
   }
-  for (int64_t first = 0; first < Rows::words; first += kWords) {
-    ahead.step<value_steps<pairs>(kWords)>();
+  constexpr int64_t some = words_of_steps<pairs>();
+  for (int64_t first = 0; first < Rows::words; first += some) {
+    ahead.step<kValueSteps>();
 #pragma GCC unroll 4
-    for (int64_t u = first; u < first + kWords; u++) {
+    for (int64_t u = first; u < first + some; u++) {
       vu w[C];
       b.template get<C>(u, w);
 #pragma GCC unroll 8
@@ -338,7 +338,7 @@ INLINE void join_lanes(float* lanes, const F& join) {
 // Scales scores [key][row] of R rows from one on; those of keys that a row does not see become −∞. top: a row's
 // largest score so far, then with these, in all lanes of the row.
 template <int R>
-INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* scores, float* top) {
+INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* scores, float* top, Ahead& ahead) {
   constexpr int64_t K = L / R, chains = 4;
   const int64_t count = least(R, s.rows - row);
   vi key = {}, first = {}, end = {};
@@ -349,6 +349,7 @@ INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* 
   vf best[chains];
   for (vf& b : best) b = load<vf>(top);
   for (int64_t i = 0; i < kSpan * R; i += chains * L) {
+    ahead.step<soften_steps(chains * L) / 2>();
 #pragma GCC unroll 4
     for (int64_t j = 0; j < chains; j++, key += (int32_t)K) {
       vf seen = unfused(load<vf>(scores + i + j * L) * s.scale);
@@ -365,11 +366,12 @@ INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* 
 
 // Scores [key][row] of R rows become weights [word][row]; mass: their sums.
 template <Type kind, int R>
-INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* mass) {
+INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* mass, Ahead& ahead) {
   constexpr int64_t all = kSpan * R, part = all / 4;
   void* const out = in_pairs<kind>() || type == Type::F16 ? (void*)scores : weights;
   vf sums[part / L];
   for (int64_t i = 0; i < part; i += L) {
+    ahead.step<soften_steps(4 * L) / 2>();
     vf p[4];
 #pragma GCC unroll 4
     for (int64_t j = 0; j < 4; j++) {
@@ -400,13 +402,13 @@ INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* ma
 // Scores [key][row] of R rows from one on become weights [word][row]; the rows' results so far shrink where
 // their largest score grows.
 template <Type kind, int R>
-INLINE void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights) {
+INLINE void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights, Ahead& ahead) {
   const int64_t count = least(R, s.rows - row);
   float before[L], top[L], mass[L];
   for (int64_t i = 0; i < L; i++) top[i] = before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
-  scale_scores<R>(s, row, whole, scores, top);
+  scale_scores<R>(s, row, whole, scores, top, ahead);
   const vf best = load<vf>(top), safe = best == -__builtin_inff() ? vf{} : best;
-  weigh<kind, R>(s.type, safe, scores, weights, mass);
+  weigh<kind, R>(s.type, safe, scores, weights, mass, ahead);
   const vf shrink = exponential_of_less(load<vf>(before) - safe);
   for (int64_t i = 0; i < count; i++) {
     if (top[i] != before[i]) {
@@ -431,7 +433,9 @@ void attend_rows(const AttendedSpan& s) {
   const bool in_place = whole_values && !alone && s.rows <= R;
   const int64_t blocks = (s.rows + R - 1) / R, tile_rows = (s.rows + kTileRows - 1) / kTileRows;
   const int64_t tiles = in_place ? columns / block : tile_rows * (columns / L / kTileVectors);
-  Ahead ahead(s, score_steps(blocks * kSpan * R) + value_steps<pairs>(tiles * words));
+  const int64_t scores_all = blocks * kSpan * R;
+  Ahead ahead(s, score_steps(scores_all) + soften_steps(scores_all) +
+                     tiles * words / words_of_steps<pairs>() * kValueSteps);
   const void* copied[kSpan];
   if (!whole_keys) copy_keys<kind>(s, copied);
   const void* const* keys = whole_keys ? s.keys : copied;
@@ -439,7 +443,7 @@ void attend_rows(const AttendedSpan& s) {
   for (int64_t row = 0; row < s.rows; row += R) {
     alignas(64) float scores[kSpan * R];
     score<kind, R>(s, keys, s.q + row * s.q_width, scores, ahead);
-    soften<kind, R>(s, row, set && all, scores, weights + row * words);
+    soften<kind, R>(s, row, set && all, scores, weights + row * words, ahead);
   }
   const Weights<R, words> p = {weights};
   if (in_place) {

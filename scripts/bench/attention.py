@@ -6,9 +6,10 @@ One sequence, four layers of 32 query and 4 KV heads of 128 in bfloat16, pages o
 is one query in every layer, its steps dispatched ahead of each other as `generate` does; its rate
 is the KV's bytes over the time, beside the memory's read rate. Prefill is one chunk of 512 queries
 at the end of the context; its rate is four operations a query, seen key, head and value over the
-time, beside the rate of a large product by XLA. Columns: the median time of all layers, its
-quartiles, the processor time of all threads, the rate, that of the machine measured before each
-round, and the share of a round with its quartiles.
+time, beside the rate of a large product by XLA, which has all instruction sets of the machine
+whatever MOEJAX_CPU_ISA names. Columns: the median time of all layers, its quartiles, the processor
+time of all threads, the rate, that of the machine measured before each round, and the share of a
+round with its quartiles.
 """
 
 from __future__ import annotations
