@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -52,11 +51,10 @@ def make_zeros(rows: int, hidden: int, device: jax.Device) -> jax.Array:
 
 def own_arena(rows: int, hidden: int) -> ArenaMemory:
     """Allocates the arena as memory of the native CPU library: aligned to 2 MiB, in huge pages if
-    the system gives them, and touched before the first step. Raises MemoryError if there is not
+    the system gives them, each when it is first written. Raises MemoryError if there is not
     enough."""
     memory = ArenaMemory(rows, hidden)
     advise(memory.address, memory.nbytes)
-    ctypes.memset(memory.address, 0, memory.nbytes)
     return memory
 
 

@@ -61,12 +61,15 @@ class FreeMemory:
 
 def free_memory(device: jax.Device) -> FreeMemory:
     """Returns a device's free memory: of a GPU by its allocator, of a CPU the host's available
-    memory. Raises RuntimeError if the device reports none; then give `memory`."""
+    memory, less what arenas of this process will still take of it. Raises RuntimeError if the
+    device reports none; then give `memory`."""
+    from pallas_kernels.cpu.arena import promised_bytes  # imports jax
+
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return FreeMemory(int(statistics["bytes_limit"] - statistics["bytes_in_use"]))
     if device.platform == "cpu":
-        return FreeMemory(host_available_bytes())
+        return FreeMemory(max(host_available_bytes() - promised_bytes(), 0))
     raise RuntimeError(f"{device} does not report its free memory; give memory=")
 
 

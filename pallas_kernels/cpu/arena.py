@@ -6,6 +6,8 @@ import ctypes
 import dataclasses
 import functools
 import math
+import mmap
+import weakref
 from typing import Any
 
 import jax
@@ -78,8 +80,17 @@ class _Told(ctypes.Structure):
     )
 
 
+_ARENAS: weakref.WeakSet[ArenaMemory] = weakref.WeakSet()
+
+
+def promised_bytes() -> int:
+    """Bytes of this process's arenas that the system has yet to give."""
+    return sum(memory.promised for memory in list(_ARENAS))
+
+
 class ArenaMemory:
-    """The memory of an owned arena, zeros at first and aligned to 2 MiB.
+    """The memory of an owned arena, zeros at first and aligned to 2 MiB. The system gives a page of
+    it when it is first written.
 
     It lives until `close`, or until no reference to this object is left. Ops that run at that time
     finish on it, and later ones are refused.
@@ -99,10 +110,21 @@ class ArenaMemory:
         self._told: _Told | None = None
         self.close = finalize_here(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
+        _ARENAS.add(self)
 
     @property
     def nbytes(self) -> int:
         return self.rows * self.hidden * 2
+
+    @property
+    def promised(self) -> int:
+        """Bytes that the system has yet to give; 0 where it does not say."""
+        given = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
+        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes))
+        unknown = not self.close.alive or ctypes.CDLL(None).mincore(
+            *where, ctypes.c_void_p(given.ctypes.data)
+        )
+        return 0 if unknown else int(np.sum(given & 1 == 0)) * mmap.PAGESIZE
 
     def token(self) -> np.ndarray:
         """uint32[2]: the token for the next program. No op may be writing."""

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from host_offload.memory import device_memory
+from host_offload.memory.arena import own_arena
 from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import move_pages, read_pages, write_pages
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, move_rows, read_rows, write_rows
@@ -124,6 +126,19 @@ def test_a_closed_or_unknown_arena_is_refused():
 def test_more_memory_than_there_is_is_refused():
     with pytest.raises(MemoryError, match=r"no memory for an arena of .* GiB"):
         ArenaMemory(2**44, HIDDEN)
+
+
+def test_what_an_arena_was_promised_is_not_free(monkeypatch):
+    """Else two engines would each take all memory, and the system end one of them later."""
+    monkeypatch.setattr(device_memory, "host_available_bytes", lambda: 2**40)
+    cpu, size, row = jax.devices("cpu")[0], 16 << 20, 2048
+    before = device_memory.free_memory(cpu).free
+    memory = own_arena(size // (2 * row), row)
+    assert memory.promised == before - device_memory.free_memory(cpu).free == size
+    memory.view()[: size // (4 * row)] = 1
+    assert memory.promised == size // 2
+    memory.close()
+    assert memory.promised == 0 and device_memory.free_memory(cpu).free == before
 
 
 def test_other_ops_do_not_take_it(memory):
