@@ -1015,6 +1015,7 @@ void integer_dots_of(const Format& f, const uint16_t* record, int matrix, int64_
     // kOutputs rows that are asked for in so many calls.
     const auto rows_ahead = [&](const Coding& c, int64_t row, int64_t calls) {
       PrefetchList ahead = {};
+      ahead.near = asked_near();
       if (c.kind != f.matrix[matrix].kind || row >= f.width) return ahead;
       const int64_t count = least(kOutputs, f.width - row);
       const auto add = [&](int64_t part, int64_t bytes) {

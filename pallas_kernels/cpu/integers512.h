@@ -313,13 +313,13 @@ INLINE void fourths_of(const Rows& rows, int r, int64_t at, v64 (&out)[4]) {
 
 // Memory that is asked for, some lines at a time: a core waits for a few dozen at once, and memory idles where it
 // asks for none. Codes of a Zen 5 come 1.15 times as fast where all steps of the sums ask as where one does; those of a
-// Zen 4 come 0.94 times as fast where they are asked for once more, shortly before their use. All of it comes to the
-// second cache: a first one of 32 KB (Zen 4) does not hold it, which takes 1.75 times as long. One of 48 KB (Zen 5) held
-// it, and a core got 38 GB/s instead of 27.
+// Zen 4 come 0.94 times as fast where they are asked for once more, shortly before their use. A first cache of 32 KB
+// (Zen 4) does not hold it, which takes 1.75 times as long; by one of 48 KB (Zen 5) two cores take 0.94 of the time.
 struct PrefetchList {
   const char* next[6];
   int64_t lines[6], some;
   int part, parts;
+  bool near;
   void add(const void* first, int64_t bytes) { next[parts] = (const char*)first, lines[parts++] = (bytes + 63) / 64; }
   // All of it in so many calls.
   void spread(int64_t calls) {
@@ -332,7 +332,7 @@ struct PrefetchList {
       const int64_t n = least(left, lines[part]);
       left -= n, lines[part] -= n;
       const char *first = next[part], *end = first + 64 * n;
-      for (next[part] = end; first < end; first += 64) soon(first);
+      for (next[part] = end; first < end; first += 64) soon(first, near);
     }
   }
 };
@@ -623,8 +623,8 @@ INLINE void by_plane(const v64 (&v)[4], v64 (&out)[2][2]) {
   }
 }
 
-// Of any number of columns: rows of `out` have room for a multiple of 16. Four rows pass at once, as many as the first
-// cache has ways with their upper bits': all of a band's took 1.06 of the time of Q6_K's down on a Zen 4.
+// Of any number of columns: rows of `out` have room for a multiple of 16. Where codes have upper bits, four rows pass at
+// once, as many as the first cache has ways with those: all of a band's took 1.06 of the time of Q6_K's down on a Zen 4.
 template <class K, int T>
 void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step, int64_t n, int64_t ahead,
                int64_t highs_ahead, bool cold, const Quantized* h, int64_t row, int64_t size, int32_t* const* out) {
@@ -642,53 +642,64 @@ void band_sums(const Integers& as, DownRows rows, int64_t multiple, int64_t step
   const Reader reader(as, multiple);
   const int64_t lines = (n + 31) / 32;  // of a row
   int64_t asked = 0, next = 0;
-  constexpr int64_t most = 512 / (T * F) / 32 * 32;  // columns
-  v64 open[most / 32][T][F][4];
-  if (cold) ask_for_columns(rows, K::highs, step, 0, least(n, kNear));
-  for (int64_t first = 0; first < n; first += most) {
-    const int64_t behind = least(n, first + most);
-    if (cold) ask_for_columns(rows, K::highs, step, first + kNear, least(n, behind + kNear));
-    for (int64_t j = 0; j < step / 4; j++) {
-      for (int64_t at = first; at < behind; at += 32) {
-        for (int i = 0; i < 4; i++, next += 32) {  // row by row, as band_sums of AVX2
-          if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
-          soon(rows.codes + ahead + next);
-          if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next);
-        }
-        const __mmask32 columns = first_of(n - at);
-        v64(&sums)[T][F][4] = open[(at - first) / 32];
-        v64 four[4], highs[4] = {};
-        four_rows(rows.codes + 4 * j * rows.apart + at, rows.apart, columns, four);
-        if (K::highs) four_rows(rows.highs + 4 * j * rows.apart + at, rows.apart, columns, highs);
+  const bool near = asked_near();
+  // Of 32 columns from `at` on: four rows, and all rows' sums.
+  const auto add = [&](int64_t j, int64_t at, v64 (&sums)[T][F][4]) __attribute__((always_inline)) {
+    for (int i = 0; i < 4; i++, next += 32) {  // row by row, as band_sums of AVX2
+      if (asked++ == lines) asked = 1, next += rows.apart - 32 * lines;
+      soon(rows.codes + ahead + next, near);
+      if (K::highs && highs_ahead) soon(rows.highs + highs_ahead + next, near);
+    }
+    const __mmask32 columns = first_of(n - at);
+    v64 four[4], highs[4] = {};
+    four_rows(rows.codes + 4 * j * rows.apart + at, rows.apart, columns, four);
+    if (K::highs) four_rows(rows.highs + 4 * j * rows.apart + at, rows.apart, columns, highs);
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-          v64 codes[F];
-          reader.fields<K>(four[k], reader.lowered(highs[k]), codes);
+    for (int k = 0; k < 4; k++) {
+      v64 codes[F];
+      reader.fields<K>(four[k], reader.lowered(highs[k]), codes);
 #pragma GCC unroll 4
-          for (int f = 0; f < F; f++) {
-#pragma GCC unroll 3
-            for (int t = 0; t < T; t++) {
-              v64& mine = sums[t][f][k];
-              mine = _mm512_dpbusd_epi32(j ? mine : v64{}, codes[f], _mm512_load_si512(factors[j][t][f]));
-            }
-          }
-        }
-        if (j + 1 < step / 4) continue;
+      for (int f = 0; f < F; f++) {
 #pragma GCC unroll 3
         for (int t = 0; t < T; t++) {
-#pragma GCC unroll 4
-          for (int f = 0; f < F; f++) {
-            v64 found[2][2];
-            by_plane(sums[t][f], found);
-            for (int p = 0; p < 2; p++) {
-              int32_t* mine = out[t * P + f + p * F] + at;
-              _mm512_storeu_si512(mine, found[p][0]);
-              if (n - at > 16) _mm512_storeu_si512(mine + 16, found[p][1]);
-            }
-          }
+          v64& mine = sums[t][f][k];
+          mine = _mm512_dpbusd_epi32(j ? mine : v64{}, codes[f], _mm512_load_si512(factors[j][t][f]));
         }
       }
     }
+  };
+  const auto put = [&](int64_t at, const v64 (&sums)[T][F][4]) __attribute__((always_inline)) {
+#pragma GCC unroll 3
+    for (int t = 0; t < T; t++) {
+#pragma GCC unroll 4
+      for (int f = 0; f < F; f++) {
+        v64 found[2][2];
+        by_plane(sums[t][f], found);
+        for (int p = 0; p < 2; p++) {
+          int32_t* mine = out[t * P + f + p * F] + at;
+          _mm512_storeu_si512(mine, found[p][0]);
+          if (n - at > 16) _mm512_storeu_si512(mine + 16, found[p][1]);
+        }
+      }
+    }
+  };
+  if (cold) ask_for_columns(rows, K::highs, step, 0, least(n, kNear));
+  // Few sums stay in registers while all rows pass, of one line each.
+  constexpr bool few = !K::highs && T * F <= 2;
+  constexpr int64_t most = few ? 32 : 512 / (T * F) / 32 * 32;  // columns
+  for (int64_t first = 0; first < n; first += most) {
+    v64 open[most / 32][T][F][4];
+    const int64_t behind = least(n, first + most);
+    if (cold) ask_for_columns(rows, K::highs, step, first + kNear, least(n, behind + kNear));
+    if constexpr (few) {
+      for (int64_t j = 0; j < step / 4; j++) add(j, first, open[0]);
+      put(first, open[0]);
+      continue;
+    }
+    for (int64_t j = 0; j < step / 4; j++) {
+      for (int64_t at = first; at < behind; at += 32) add(j, at, open[(at - first) / 32]);
+    }
+    for (int64_t at = first; at < behind; at += 32) put(at, open[(at - first) / 32]);
   }
 }
 
