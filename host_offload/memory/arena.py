@@ -51,8 +51,8 @@ def make_zeros(rows: int, hidden: int, device: jax.Device) -> jax.Array:
 
 def own_arena(rows: int, hidden: int) -> ArenaMemory:
     """Allocates the arena as memory of the native CPU library: aligned to 2 MiB, in huge pages if
-    the system gives them, each when it is first written. Raises MemoryError if there is not
-    enough."""
+    the system gives them, each when it is first written. Raises MemoryError if the system refuses
+    it at once."""
     memory = ArenaMemory(rows, hidden)
     advise(memory.address, memory.nbytes)
     return memory

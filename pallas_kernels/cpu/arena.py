@@ -119,12 +119,13 @@ class ArenaMemory:
     @property
     def promised(self) -> int:
         """Bytes that the system has yet to give; 0 where it does not say."""
+        if not self.close.alive:
+            return 0
         given = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
-        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes))
-        unknown = not self.close.alive or ctypes.CDLL(None).mincore(
-            *where, ctypes.c_void_p(given.ctypes.data)
-        )
-        return 0 if unknown else int(np.sum(given & 1 == 0)) * mmap.PAGESIZE
+        places = ctypes.c_void_p(self.address), ctypes.c_void_p(given.ctypes.data)
+        if ctypes.CDLL(None).mincore(places[0], ctypes.c_size_t(self.nbytes), places[1]):
+            return 0
+        return int(np.sum(given & 1 == 0)) * mmap.PAGESIZE
 
     def token(self) -> np.ndarray:
         """uint32[2]: the token for the next program. No op may be writing."""
