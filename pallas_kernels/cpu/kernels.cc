@@ -116,6 +116,11 @@ void pack(Type type, const void* x, int64_t n, float* out) {
   memset((uint16_t*)out + n, 0, (2 * padded(n) - n) * 2);
 #else
   for (int64_t at = 0; at < padded(n); at += 2 * L) {
+    if (at + 2 * L <= n) {
+      const vu both = load<vu>(p + at);
+      store(out + at, both << 16), store(out + at + L, both & 0xffff0000u);
+      continue;
+    }
     for (int64_t i = 0; i < L; i++) {
       int64_t even = at + 2 * i;
       out[at + i] = even < n ? as_float((uint32_t)p[even] << 16) : 0;

@@ -122,7 +122,8 @@ struct AttendedSums {
 struct AttendedSpan {
   Type type;                       // of queries; keys and values are of its kind_of
   int64_t head_dim, value_dim;
-  const void *const *keys, *const *values;  // [kSpan], those in [from, to) are set
+  const char* const* tokens;       // [kSpan], those in [from, to) are set
+  int64_t key, value;              // bytes from a token to its key and its value
   int64_t from, to;
   const void* const* next;         // next_count pieces of memory to fetch meanwhile
   int64_t next_count, next_bytes;

@@ -52,12 +52,12 @@ struct KeyTiles {
   KeyTiles(const AttendedSpan& s, char* memory, bool copied) : panel(memory), chunks(chunks_of(s.head_dim)) {
     for (int64_t t = 0; t < kKeyTiles; t++) {
       const int64_t first = t * kSide;
-      const void* const* keys = s.keys + first;
+      const char* const* keys = s.tokens + first;
       Side& side = sides[t] = {nullptr, 0};
       if (!copied && s.from <= first && s.to >= first + kSide && s.head_dim % kChunk == 0) {
-        side = {(const char*)keys[0], (const char*)keys[1] - (const char*)keys[0]};
+        side = {keys[0] + s.key, keys[1] - keys[0]};
         for (int64_t i = 2; i < kSide; i++) {
-          if ((const char*)keys[i] - (const char*)keys[i - 1] != side.stride) side.rows = nullptr;
+          if (keys[i] - keys[i - 1] != side.stride) side.rows = nullptr;
         }
       }
       if (!side.rows) copy(s, first);
@@ -71,7 +71,7 @@ struct KeyTiles {
       char* out = panel + first / kSide * chunks * kTile + i * 64;
       for (int64_t at = 0; at < s.head_dim; at += kChunk, out += kTile) {
         __m512i words = _mm512_setzero_si512();
-        if (there) words = _mm512_maskz_loadu_epi16(elements_at(at, s.head_dim), (const uint16_t*)s.keys[key] + at);
+        if (there) words = _mm512_maskz_loadu_epi16(elements_at(at, s.head_dim), s.tokens[key] + s.key + at * 2);
         _mm512_store_si512(out, words);
       }
     }
@@ -203,7 +203,7 @@ __attribute__((noinline)) void soften_one(const AttendedSpan& s, int64_t row, co
 void lay_values(const AttendedSpan& s, int64_t from, int64_t to, char* panel, Ahead& ahead) {
   const auto row = [&](int64_t key, int64_t at) {
     if (key < from || key >= to) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(elements_at(at, s.value_dim), (const uint16_t*)s.values[key] + at);
+    return _mm512_maskz_loadu_epi16(elements_at(at, s.value_dim), s.tokens[key] + s.value + at * 2);
   };
   for (int64_t key = 0; key < kSpan; key += 2) {
     char* out = panel + key / kChunk * kTile + key % kChunk / 2 * 64;

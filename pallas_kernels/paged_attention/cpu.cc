@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
 
 #include "pallas_kernels/cpu/buffer.h"
 #include "pallas_kernels/cpu/ops.h"
@@ -128,45 +127,39 @@ void look_up(const Attention& c, const Shape& s, const Task& task, int64_t numbe
   }
 }
 
-// Keys and values of one KV head.
-struct Rows {
-  const void *keys[kSpan], *values[kSpan];
-  std::unique_ptr<Buffer<float>> wide;  // of float16
-
-  void set(const Kernels& k, const Attention& c, const Shape& s, const Span& span, int64_t head) {
-    const int64_t of_head = c.block_size * c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * of_head;
-    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
-      const char* const key = span.tokens[i] + head * of_head;
-      keys[i] = key, values[i] = key + apart;
-    }
-    if (c.type != Type::F16) return;
-    if (!wide) wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
-    for (int64_t i = span.seen.from; i < span.seen.to; i++) {
-      float *wide_key = &(*wide)[2 * i * c.head_dim], *wide_value = wide_key + c.head_dim;
-      k.widen(c.type, keys[i], c.head_dim, wide_key), k.widen(c.type, values[i], s.value_dim, wide_value);
-      keys[i] = wide_key, values[i] = wide_value;
-    }
-  }
-};
-
-// A part of what a task reads of a span for some KV heads, as it lies: a piece of each block, as long as the longest.
+// What a task reads of a span for some KV heads, as it lies: a piece of each block, as long as the longest.
 struct Pieces {
   const void* begin[2 * kTogether * kSpan];
   int64_t count = 0, bytes = 0;
 
-  // Part `part` of `parts` of those of heads [first, first + heads).
-  void set(const Attention& c, const Shape& s, const Span& span, int64_t first, int64_t heads, int64_t part,
-           int64_t parts) {
+  void set(const Attention& c, const Shape& s, const Span& span, int64_t first, int64_t heads) {
     const int64_t row_size = c.head_dim * s.size, of_head = c.block_size * row_size;
-    const int64_t all = (c.latent ? 1 : 2) * heads;  // keys of heads, then values
     const auto [start, from, to] = span.seen;
     count = 0, bytes = std::min(c.block_size, to - from) * row_size;
-    for (int64_t n = all * part / parts; n < all * (part + 1) / parts; n++) {
-      const int64_t at = (first + n % heads + n / heads * c.kv_heads) * of_head;
-      for (int64_t i = from; i < to; i += c.block_size - (start + i) % c.block_size) {
-        begin[count++] = span.tokens[i] + at;
+    for (int64_t part = 0; part < (c.latent ? 1 : 2); part++) {  // keys, then values
+      for (int64_t head = first + part * c.kv_heads, stop = head + heads; head < stop; head++) {
+        for (int64_t i = from; i < to; i += c.block_size - (start + i) % c.block_size) {
+          begin[count++] = span.tokens[i] + head * of_head;
+        }
       }
     }
+  }
+};
+
+// Keys and values of float16, as floats.
+struct Wide {
+  Buffer<float> memory;
+  const char* tokens[kSpan];
+
+  explicit Wide(int64_t head_dim) : memory(2 * kSpan * head_dim) {}
+
+  void set(const Kernels& k, AttendedSpan& a) {
+    for (int64_t i = a.from; i < a.to; i++) {
+      float *key = &memory[2 * i * a.head_dim], *value = key + a.head_dim;
+      k.widen(a.type, a.tokens[i] + a.key, a.head_dim, key), k.widen(a.type, a.tokens[i] + a.value, a.value_dim, value);
+      tokens[i] = reinterpret_cast<const char*>(key);
+    }
+    a.tokens = tokens, a.key = 0, a.value = a.head_dim * sizeof(float);
   }
 };
 
@@ -180,14 +173,13 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   Buffer<float> q(task.heads * q_size), own(task.parts ? 0 : several ? 2 * size : size);
   Buffer<uint32_t> scratch(kSpan * (q_width + width));
   Buffer<int32_t> seen(2 * task.count);
+  Buffer<int64_t> positions(task.count);
+  for (int64_t i = 0; i < task.count; i++) positions[i] = task.queries.position + (task.first + i) / s.groups;
   // (row of q, head) of a row, position of a pair.
   const auto head_of = [&](int64_t i) {
     const int64_t pair = task.first + i % task.count;
     return (task.queries.first + pair / s.groups) * c.heads +
            (task.kv_head + i / task.count) * s.groups + pair % s.groups;
-  };
-  const auto position_of = [&](int64_t pair) {
-    return task.queries.position + (task.first + pair) / s.groups;
   };
   Buffer<const void*> queries(task.count);
   for (int64_t head = 0; head < task.heads; head++) {
@@ -200,30 +192,35 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   AttendedSums sums = all;
   // Groups of heads, as even as can be, one span's after the other's.
   const int64_t groups = (task.heads + kTogether - 1) / kTogether, together = (task.heads + groups - 1) / groups;
-  const int64_t early = together < kTogether ? kAhead : 1;
+  const auto heads_of = [&](int64_t first) { return std::min(together, task.heads - first); };
   Span spans[kAhead + 1];
-  // A thread's next task begins where this one ends.
+  // The next group: its span and its first head. A thread's next task begins where this one ends.
   const int64_t stop = task.parts ? task.queries.position / kSpan + 1 : task.end;
-  int64_t looked_up = task.begin;
-  Rows rows;
+  int64_t next = task.begin, next_first = 0;
   Pieces ahead;
-  // Part `part` of `parts` of a group, counted from the task's first.
-  const auto find = [&](int64_t group, int64_t part, int64_t parts) {
-    const int64_t number = task.begin + group / groups, head = group % groups * together;
+  const auto find_next = [&] {
     ahead.count = 0;
-    if (number >= stop) return;
-    Span& span = spans[number % (kAhead + 1)];
-    if (number == looked_up) look_up(c, s, task, looked_up++, span);
-    ahead.set(c, s, span, task.kv_head + head, std::min(together, task.heads - head), part, parts);
+    if (next >= stop) return;
+    Span& span = spans[next % (kAhead + 1)];
+    if (next_first == 0) look_up(c, s, task, next, span);
+    ahead.set(c, s, span, task.kv_head + next_first, heads_of(next_first));
+    next_first += together;
+    if (next_first >= task.heads) next++, next_first = 0;
   };
-  for (int64_t group = 0; group < early; group++) {
-    find(group, 0, 1);
+  for (int64_t group = 0; group < (together < kTogether ? kAhead : 1); group++) {
+    find_next();
     for (int64_t i = 0; i < ahead.count; i++) {
       for (int64_t at = 0; at < ahead.bytes; at += 64) {
         __builtin_prefetch(static_cast<const char*>(ahead.begin[i]) + at);
       }
     }
   }
+  const int64_t of_head = c.block_size * c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * of_head;
+  Wide wide(c.type == Type::F16 ? c.head_dim : 0);
+  AttendedSpan a = {};
+  a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
+  a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
+  a.q_width = q_width, a.width = width, a.scratch = scratch.get();
   for (int64_t number = task.begin; number < task.end; number++) {
     const int64_t split = split_of(c, number);
     const bool starts = number == task.begin || split > split_of(c, number - 1);
@@ -236,26 +233,23 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     }
     if (starts) clear(sums, n, width);
     const Span& span = spans[number % (kAhead + 1)];
-    const Seen& now = span.seen;
+    a.from = span.seen.from, a.to = span.seen.to;
     for (int64_t i = 0; i < task.count; i++) {
-      const int64_t position = position_of(i);
-      seen[i] = std::max<int64_t>(first_seen(c, position) - now.start, 0);
-      seen[task.count + i] = std::min(position + 1 - now.start, kSpan);
+      seen[i] = std::max<int64_t>(first_seen(c, positions[i]) - span.seen.start, 0);
+      seen[task.count + i] = std::min(positions[i] + 1 - span.seen.start, kSpan);
     }
-    for (int64_t head = 0; head < task.heads; head++) {
-      rows.set(k, c, s, span, task.kv_head + head);
-      const int64_t row = head * task.count;
-      AttendedSpan a = {};
-      a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
-      a.keys = rows.keys, a.values = rows.values, a.from = now.from, a.to = now.to;
-      const int64_t group = head / together, within = std::min(together, task.heads - group * together);
-      find((number - task.begin) * groups + group + early, head % together, within);
-      a.next = ahead.begin, a.next_count = ahead.count, a.next_bytes = ahead.bytes;
-      a.rows = task.count, a.first = seen.get(), a.end = seen.get() + task.count;
-      a.q = q.get() + head * q_size, a.total = sums.total + row * width;
-      a.q_width = q_width, a.width = width, a.top = sums.top + row, a.mass = sums.mass + row;
-      a.scratch = scratch.get();
-      k.attend(a);
+    for (int64_t first = 0; first < task.heads; first += together) {
+      find_next();
+      for (int64_t part = 0, parts = heads_of(first); part < parts; part++) {
+        const int64_t head = first + part, row = head * task.count;
+        const int64_t from = ahead.count * part / parts, to = ahead.count * (part + 1) / parts;
+        a.next = ahead.begin + from, a.next_count = to - from, a.next_bytes = ahead.bytes;
+        a.tokens = span.tokens, a.key = (task.kv_head + head) * of_head, a.value = a.key + apart;
+        if (c.type == Type::F16) wide.set(k, a);
+        a.q = q.get() + head * q_size, a.total = sums.total + row * width;
+        a.top = sums.top + row, a.mass = sums.mass + row;
+        k.attend(a);
+      }
     }
   }
   if (task.parts) return;

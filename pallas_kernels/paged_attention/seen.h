@@ -8,9 +8,10 @@ namespace {
 template <Type kind>
 bool is_finite(const AttendedSpan& s) {
   for (int64_t key = s.from; key < s.to; key++) {
+    const char* const value = s.tokens[key] + s.value;
     for (int64_t i = 0; i < s.value_dim; i++) {
-      const uint32_t bits = kind == Type::BF16 ? (uint32_t)((const uint16_t*)s.values[key])[i] << 16
-                                               : ((const uint32_t*)s.values[key])[i];
+      const uint32_t bits = kind == Type::BF16 ? (uint32_t)((const uint16_t*)value)[i] << 16
+                                               : ((const uint32_t*)value)[i];
       if ((bits & 0x7f800000u) == 0x7f800000u) return false;
     }
   }

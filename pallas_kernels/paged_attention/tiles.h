@@ -172,13 +172,13 @@ INLINE vf sums_of(const vf* from) {
 
 // Copies keys, and zeros for those that are not set and behind their ends.
 template <Type kind>
-void copy_keys(const AttendedSpan& s, const void** keys) {
+void copy_keys(const AttendedSpan& s, const char** keys) {
   uint32_t* out = s.scratch;
   for (int64_t key = 0; key < kSpan; key++) {
-    keys[key] = out;
+    keys[key] = (const char*)out;
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
       vu words[2] = {};
-      if (key >= s.from && key < s.to) words_of<kind>(s.keys[key], at, s.head_dim, words);
+      if (key >= s.from && key < s.to) words_of<kind>(s.tokens[key] + s.key, at, s.head_dim, words);
       for (int part = 0; part < (kind == Type::BF16 ? 1 : 2); part++, out += L) store(out, words[part]);
     }
   }
@@ -187,22 +187,23 @@ void copy_keys(const AttendedSpan& s, const void** keys) {
 // Scores [key][row] of T of R rows of queries with keys of whole vectors, K at once: those of a span, or of kScored
 // keys as vectors whose lanes are to be summed.
 template <Type kind, int K, int T, int R, class Score>
-__attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* const* keys, const float* q,
+__attribute__((noinline)) void score_rows(const AttendedSpan& s, const char* const* tokens, const float* q,
                                           Score* scores, Ahead& ahead) {
   constexpr bool summed = std::is_same_v<Score, float>;
   static_assert(!summed || (K * T == L && T == R));
   constexpr int words = in_pairs<kind>() ? 1 : 2;  // vectors of 2 · L elements
   constexpr int held = L == 8 ? 1 : words;         // in registers, of which AVX2 has 16
   const int64_t width = s.q_width;
-  for (int64_t first = 0; first < (summed ? kSpan : kScored); first += K, keys += K, scores += K * R) {
+  for (int64_t first = 0; first < (summed ? kSpan : kScored); first += K, tokens += K, scores += K * R) {
     ahead.step<score_steps(K * T)>();
     vf total[K * T] = {};
     for (int64_t at = 0; at < s.head_dim; at += 2 * L) {
 #pragma GCC unroll 2
       for (int from = 0; from < words; from += held) {
         const auto key = [&](int64_t k, int part) __attribute__((always_inline)) {
-          if (kind == Type::F32) return load<vu>((const float*)keys[k] + at + part * L);
-          const vu both = load<vu>((const uint16_t*)keys[k] + at);
+          const char* const key = tokens[k] + s.key;
+          if (kind == Type::F32) return load<vu>((const float*)key + at + part * L);
+          const vu both = load<vu>((const uint16_t*)key + at);
           return words == 1 ? both : part ? both & 0xffff0000u : both << 16;
         };
         // Loaded once: a compiler would make the load a part of each multiplication, and cores load no more vectors
@@ -261,17 +262,17 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const void* con
 
 // Scores [key][row] of R rows.
 template <Type kind, int R>
-INLINE void score(const AttendedSpan& s, const void* const* keys, const float* q, float* scores, Ahead& ahead) {
+INLINE void score(const AttendedSpan& s, const float* q, float* scores, Ahead& ahead) {
   if constexpr (R > kPlaceRows) {
     constexpr int rest = R - kPlaceRows;
-    for (int64_t first = 0; first < kSpan; first += kScored, keys += kScored) {
+    for (int64_t first = 0; first < kSpan; first += kScored) {
       vf sums[kScored * R];
-      score_rows<kind, 2, kPlaceRows, R>(s, keys, q, sums, ahead);
-      score_rows<kind, L / rest, rest, R>(s, keys, q + kPlaceRows * s.q_width, sums + kPlaceRows, ahead);
+      score_rows<kind, 2, kPlaceRows, R>(s, s.tokens + first, q, sums, ahead);
+      score_rows<kind, L / rest, rest, R>(s, s.tokens + first, q + kPlaceRows * s.q_width, sums + kPlaceRows, ahead);
       for (int64_t i = 0; i < kScored * R; i += L, scores += L) store(scores, sums_of(sums + i));
     }
   } else {
-    score_rows<kind, L / R, R, R>(s, keys, q, scores, ahead);
+    score_rows<kind, L / R, R, R>(s, s.tokens, q, scores, ahead);
   }
 }
 
@@ -290,7 +291,7 @@ INLINE void value_words(const AttendedSpan& s, int64_t u, int64_t at, vu* out) {
   const auto row = [&](int64_t key, vu* out) __attribute__((always_inline)) {
     out[0] = out[1] = vu{};
     if (whole || (key >= s.from && key < s.to)) {
-      words_of<kind>(s.values[key], at, whole ? at + 2 * L : s.value_dim, out);
+      words_of<kind>(s.tokens[key] + s.value, at, whole ? at + 2 * L : s.value_dim, out);
     }
   };
   if constexpr (in_pairs<kind>()) {
@@ -327,18 +328,38 @@ void lay_values(const AttendedSpan& s, int64_t first, int64_t vectors, uint32_t*
   }
 }
 
-// Joins lanes that are a multiple of R apart, in halves, in the first R.
+// Numbers of R rows, in all lanes of a row: lanes i, i + R and so on are row i's.
+template <int R>
+INLINE vf lanes_of(const float* rows) {
+#if defined(__AVX512F__) && MOEJAX_LANES == 16
+  if constexpr (2 * R == L) return (vf)_mm512_broadcast_f32x8(_mm256_loadu_ps(rows));
+#endif
+  float lanes[L];
+  for (int64_t i = 0; i < L; i++) lanes[i] = rows[i % R];
+  return load<vf>(lanes);
+}
+
+// Joins lanes of a row, in halves, in all of them.
 template <int R, class F>
-INLINE void join_lanes(float* lanes, const F& join) {
+INLINE vf join_lanes(vf v, const F& join) {
+#if defined(__AVX512F__) && MOEJAX_LANES == 16
+  if constexpr (2 * R == L) {  // in registers: what was stored in parts is late as a whole vector
+    const __m512 joined = (__m512)join(v, (vf)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e));
+    return (vf)_mm512_shuffle_f32x4(joined, joined, 0x44);
+  }
+#endif
+  float lanes[L];
+  store(lanes, v);
   for (int64_t half = L / 2; half >= R; half /= 2) {
     for (int64_t i = 0; i < half; i++) lanes[i] = join(lanes[i], lanes[i + half]);
   }
+  return lanes_of<R>(lanes);
 }
 
-// Scales scores [key][row] of R rows from one on; those of keys that a row does not see become −∞. top: a row's
-// largest score so far, then with these, in all lanes of the row.
+// Scales scores [key][row] of R rows from one on; those of keys that a row does not see become −∞. Gives
+// a row's largest score, of `top` and these.
 template <int R>
-INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* scores, float* top, Ahead& ahead) {
+INLINE vf scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* scores, vf top, Ahead& ahead) {
   constexpr int64_t K = L / R, chains = 4;
   const int64_t count = least(R, s.rows - row);
   vi key = {}, first = {}, end = {};
@@ -347,7 +368,7 @@ INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* 
     if (i % R < count) first[i] = s.first[row + i % R], end[i] = s.end[row + i % R];
   }
   vf best[chains];
-  for (vf& b : best) b = load<vf>(top);
+  for (vf& b : best) b = top;
   for (int64_t i = 0; i < kSpan * R; i += chains * L) {
     ahead.step<soften_steps(chains * L) / 2>();
 #pragma GCC unroll 4
@@ -359,14 +380,12 @@ INLINE void scale_scores(const AttendedSpan& s, int64_t row, bool whole, float* 
     }
   }
   const auto greater = [](auto a, auto b) { return b > a ? b : a; };
-  store(top, greater(greater(best[0], best[1]), greater(best[2], best[3])));
-  join_lanes<R>(top, greater);
-  for (int64_t i = R; i < L; i++) top[i] = top[i - R];
+  return join_lanes<R>(greater(greater(best[0], best[1]), greater(best[2], best[3])), greater);
 }
 
-// Scores [key][row] of R rows become weights [word][row]; mass: their sums.
+// Scores [key][row] of R rows become weights [word][row]. Gives their sums.
 template <Type kind, int R>
-INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* mass, Ahead& ahead) {
+INLINE vf weigh(Type type, vf top, float* scores, uint32_t* weights, Ahead& ahead) {
   constexpr int64_t all = kSpan * R, part = all / 4;
   void* const out = in_pairs<kind>() || type == Type::F16 ? (void*)scores : weights;
   vf sums[part / L];
@@ -384,8 +403,6 @@ INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* ma
   for (int64_t half = part / L / 2; half; half /= 2) {
     for (int64_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
   }
-  store(mass, sums[0]);
-  join_lanes<R>(mass, [](float a, float b) { return a + b; });
   if (type == Type::F16) {
     uint16_t rounded[all];
     narrow(type, scores, all, rounded);
@@ -397,6 +414,7 @@ INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* ma
       weights[u * R + r] = as_bits(scores[2 * u * R + r]) >> 16 | as_bits(scores[(2 * u + 1) * R + r]);
     }
   }
+  return join_lanes<R>(sums[0], [](auto a, auto b) { return a + b; });
 }
 
 // Scores [key][row] of R rows from one on become weights [word][row]; the rows' results so far shrink where
@@ -404,19 +422,25 @@ INLINE void weigh(Type type, vf top, float* scores, uint32_t* weights, float* ma
 template <Type kind, int R>
 INLINE void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores, uint32_t* weights, Ahead& ahead) {
   const int64_t count = least(R, s.rows - row);
-  float before[L], top[L], mass[L];
-  for (int64_t i = 0; i < L; i++) top[i] = before[i] = i < count ? s.top[row + i] : i < R ? 0 : before[i - R];
-  scale_scores<R>(s, row, whole, scores, top, ahead);
-  const vf best = load<vf>(top), safe = best == -__builtin_inff() ? vf{} : best;
-  weigh<kind, R>(s.type, safe, scores, weights, mass, ahead);
-  const vf shrink = exponential_of_less(load<vf>(before) - safe);
+  const auto lanes = [&](const float* rows) __attribute__((always_inline)) {
+    if (count == R) return lanes_of<R>(rows + row);
+    float some[R] = {};
+    memcpy(some, rows + row, count * 4);
+    return lanes_of<R>(some);
+  };
+  const auto keep = [&](vf of, float* rows) __attribute__((always_inline)) {
+    if (count == R) memcpy(rows + row, &of, R * 4);
+    else memcpy(rows + row, &of, count * 4);
+  };
+  const vf before = lanes(s.top), top = scale_scores<R>(s, row, whole, scores, before, ahead);
+  const vf safe = top == -__builtin_inff() ? vf{} : top;
+  const vf more = weigh<kind, R>(s.type, safe, scores, weights, ahead);
+  const vf shrink = top == before ? splat(1) : exponential_of_less(before - safe);
+  keep(top, s.top), keep(unfused(lanes(s.mass) * shrink) + more, s.mass);
   for (int64_t i = 0; i < count; i++) {
-    if (top[i] != before[i]) {
-      float* total = s.total + (row + i) * s.width;
-      for (int64_t at = 0; at < s.width; at += L) store(total + at, load<vf>(total + at) * shrink[i]);
-      s.mass[row + i] = unfused(s.mass[row + i] * shrink[i]), s.top[row + i] = top[i];
-    }
-    s.mass[row + i] += mass[i];
+    if (shrink[i] == 1) continue;
+    float* total = s.total + (row + i) * s.width;
+    for (int64_t at = 0; at < s.width; at += L) store(total + at, load<vf>(total + at) * shrink[i]);
   }
 }
 
@@ -436,13 +460,14 @@ void attend_rows(const AttendedSpan& s) {
   const int64_t scores_all = blocks * kSpan * R;
   Ahead ahead(s, score_steps(scores_all) + soften_steps(scores_all) +
                      tiles * words / words_of_steps<pairs>() * kValueSteps);
-  const void* copied[kSpan];
-  if (!whole_keys) copy_keys<kind>(s, copied);
-  const void* const* keys = whole_keys ? s.keys : copied;
+  const char* copied[kSpan];
+  AttendedSpan copy;
+  if (!whole_keys) copy_keys<kind>(s, copied), copy = s, copy.tokens = copied, copy.key = 0;
+  const AttendedSpan& keys = whole_keys ? s : copy;
   uint32_t weights[kAttendedRows * words];
   for (int64_t row = 0; row < s.rows; row += R) {
     alignas(64) float scores[kSpan * R];
-    score<kind, R>(s, keys, s.q + row * s.q_width, scores, ahead);
+    score<kind, R>(keys, s.q + row * s.q_width, scores, ahead);
     soften<kind, R>(s, row, set && all, scores, weights + row * words, ahead);
   }
   const Weights<R, words> p = {weights};
