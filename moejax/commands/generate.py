@@ -286,7 +286,7 @@ def json_mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
-    from moejax.requests.first_check import check_first
+    from moejax.requests.first_check import check_first, require_tokenizer
 
     if args.picture is not None:
         from moejax.serve.picture import check_picture
@@ -304,12 +304,7 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
     with start_llm(args, options) as llm:
-        if llm.engine.tokenizer is None:
-            raise UserError(
-                f"{args.model} has no tokenizer, which the command line needs; name a directory "
-                "with its tokenizer.json (--tokenizer DIR), or pass token ids to "
-                "moejax.LLM.generate in Python"
-            )
+        require_tokenizer(llm.engine.tokenizer, args.model)
         usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
         params = dataclasses.replace(usual, **given)
         with _timeline(args.timeline, llm), _picture(args.picture, llm):

@@ -12,7 +12,7 @@ from moejax.models.hub import model_directory
 from moejax.requests.prompts import PromptEncoder
 from moejax.requests.request import Prompt
 from moejax.requests.sampling_params import SamplingParams
-from moejax.requests.tokenizer import load_tokenizer
+from moejax.requests.tokenizer import Tokenizer, load_tokenizer
 
 
 def require_room(prompt_tokens: int, to_generate: int | None, max_model_len: int) -> None:
@@ -49,6 +49,16 @@ def require_tokens(params: SamplingParams, vocabulary: int) -> None:
             )
 
 
+def require_tokenizer(tokenizer: Tokenizer | None, model: str | os.PathLike[str]) -> Tokenizer:
+    """Raises UserError where a command's model has none."""
+    if tokenizer is None:
+        raise UserError(
+            f"{model} has no tokenizer, which the command line needs; name a directory with its "
+            "tokenizer.json (--tokenizer DIR), or pass token ids to moejax.LLM.generate in Python"
+        )
+    return tokenizer
+
+
 def check_first(
     model: str | os.PathLike[str],
     prompt: Prompt,
@@ -56,8 +66,8 @@ def check_first(
     max_model_len: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Prompt:
-    """Checks a request before the model's weights are read, which may take minutes. Returns the
-    prompt, messages as token ids, since rendering takes a process of its own.
+    """Checks a command's request before the model's weights are read, which may take minutes.
+    Returns the prompt, messages as token ids, since rendering takes a process of its own.
 
     - `max_model_len`, `tokenizer`: the options.
 
@@ -70,8 +80,7 @@ def check_first(
     except (UserError, OSError):
         return prompt
     require_tokens(params, config.vocab_size)
-    if known is None:
-        return prompt
+    known = require_tokenizer(known, model)
     longest = max_model_len or config.max_position_embeddings
     with closing(PromptEncoder(known, str(model), longest)) as encoder:
         _, ids = encoder(prompt)

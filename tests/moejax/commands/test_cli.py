@@ -231,6 +231,14 @@ def test_a_request_is_checked_before_weights_are_read(monkeypatch, capsys, optio
     assert words in capsys.readouterr().err
 
 
+def test_a_tokenizer_is_looked_for_before_weights_are_read(monkeypatch, capsys, demo_dir, tmp_path):
+    monkeypatch.setattr(moejax, "LLM", None, raising=False)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(demo_dir / name, tmp_path)
+    assert cli.main(["generate", "The", "--model", str(tmp_path)]) == 2
+    assert f"moejax: error: {tmp_path} has no tokenizer, which" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("code", "never"),
     [
