@@ -122,8 +122,8 @@ class ArenaMemory:
         if not self.close.alive:
             return 0
         given = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
-        places = ctypes.c_void_p(self.address), ctypes.c_void_p(given.ctypes.data)
-        if ctypes.CDLL(None).mincore(places[0], ctypes.c_size_t(self.nbytes), places[1]):
+        arena, pages = ctypes.c_void_p(self.address), ctypes.c_void_p(given.ctypes.data)
+        if ctypes.CDLL(None).mincore(arena, ctypes.c_size_t(self.nbytes), pages):
             return 0
         return int(np.sum(given & 1 == 0)) * mmap.PAGESIZE
 

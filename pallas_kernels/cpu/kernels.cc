@@ -104,32 +104,6 @@ void norm(Type type, const float* weight, int64_t n, float eps, float* x, void* 
 
 // bfloat16 weights are read as 32-bit pairs: L even ones, L odd ones. Packed x has the same order,
 // so no lane ever moves.
-void pack(Type type, const void* x, int64_t n, float* out) {
-  if (kind_of(type) == Type::F32) {
-    widen(type, x, n, out);
-    memset(out + n, 0, (padded(n) - n) * 4);
-    return;
-  }
-  const uint16_t* p = (const uint16_t*)x;
-#ifdef __AVX512BF16__
-  memcpy(out, p, n * 2);
-  memset((uint16_t*)out + n, 0, (2 * padded(n) - n) * 2);
-#else
-  for (int64_t at = 0; at < padded(n); at += 2 * L) {
-    if (at + 2 * L <= n) {
-      const vu both = load<vu>(p + at);
-      store(out + at, both << 16), store(out + at + L, both & 0xffff0000u);
-      continue;
-    }
-    for (int64_t i = 0; i < L; i++) {
-      int64_t even = at + 2 * i;
-      out[at + i] = even < n ? as_float((uint32_t)p[even] << 16) : 0;
-      out[at + L + i] = even + 1 < n ? as_float((uint32_t)p[even + 1] << 16) : 0;
-    }
-  }
-#endif
-}
-
 template <Type kind>
 INLINE Pair weights(const void* w, int64_t at) {
   if (kind == Type::F32) {
@@ -156,6 +130,25 @@ INLINE Pair pair_of(const void* w, int64_t at, int64_t n) {
   if (at + 2 * L <= n) return weights<kind>(w, at);
   const End<kind> end(w, at, n);
   return weights<kind>(end.bytes, 0);
+}
+
+void pack(Type type, const void* x, int64_t n, float* out) {
+  if (kind_of(type) == Type::F32) {
+    widen(type, x, n, out);
+    memset(out + n, 0, (padded(n) - n) * 4);
+    return;
+  }
+#ifdef __AVX512BF16__
+  memcpy(out, x, n * 2);
+  memset((uint16_t*)out + n, 0, (2 * padded(n) - n) * 2);
+#else
+  int64_t at = 0;
+  for (; at < n; at += 2 * L) {
+    const Pair pair = pair_of<Type::BF16>(x, at, n);
+    store(out + at, pair.first), store(out + at + L, pair.second);
+  }
+  for (; at < padded(n); at += L) store(out + at, vf{});
+#endif
 }
 
 template <Type kind>

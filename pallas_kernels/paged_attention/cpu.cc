@@ -17,13 +17,14 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Shape {
   int64_t groups, value_dim, rows_per_layer, size;
+  int64_t row_size, head_size;  // bytes of a key; of a block's keys of one head
   Type kind;
 };
 
 Shape shape_of(const Attention& c) {
-  const int64_t rows_per_token = c.latent ? 1 : 2 * c.kv_heads;
-  return {c.heads / c.kv_heads, c.latent ? c.latent : c.head_dim, rows_per_token * c.block_size, size_of(c.type),
-          kind_of(c.type)};
+  const int64_t rows_per_token = c.latent ? 1 : 2 * c.kv_heads, size = size_of(c.type), row_size = c.head_dim * size;
+  return {c.heads / c.kv_heads, c.latent ? c.latent : c.head_dim, rows_per_token * c.block_size, size,
+          row_size, c.block_size * row_size, kind_of(c.type)};
 }
 
 // The first position that a query at `position` looks at.
@@ -115,15 +116,14 @@ struct Span {
 };
 
 void look_up(const Attention& c, const Shape& s, const Task& task, int64_t number, Span& span) {
-  const int64_t row_size = c.head_dim * s.size;
   const Seen seen = span.seen = seen_of(c, s, task, number);
   for (int64_t i = seen.from; i < seen.to;) {
     const int64_t block = (seen.start + i) / c.block_size, within = (seen.start + i) % c.block_size;
     const int64_t page = c.block_table[task.queries.sequence * c.blocks + block];
     const char* token = reinterpret_cast<const char*>(c.arena) +
-                        (page + c.layer * s.rows_per_layer + within) * row_size;
+                        (page + c.layer * s.rows_per_layer + within) * s.row_size;
     const int64_t stop = std::min(seen.to, i + c.block_size - within);
-    for (; i < stop; i++, token += row_size) span.tokens[i] = token;
+    for (; i < stop; i++, token += s.row_size) span.tokens[i] = token;
   }
 }
 
@@ -133,13 +133,12 @@ struct Pieces {
   int64_t count = 0, bytes = 0;
 
   void set(const Attention& c, const Shape& s, const Span& span, int64_t first, int64_t heads) {
-    const int64_t row_size = c.head_dim * s.size, of_head = c.block_size * row_size;
     const auto [start, from, to] = span.seen;
-    count = 0, bytes = std::min(c.block_size, to - from) * row_size;
+    count = 0, bytes = std::min(c.block_size, to - from) * s.row_size;
     for (int64_t part = 0; part < (c.latent ? 1 : 2); part++) {  // keys, then values
       for (int64_t head = first + part * c.kv_heads, stop = head + heads; head < stop; head++) {
         for (int64_t i = from; i < to; i += c.block_size - (start + i) % c.block_size) {
-          begin[count++] = span.tokens[i] + head * of_head;
+          begin[count++] = span.tokens[i] + head * s.head_size;
         }
       }
     }
@@ -215,7 +214,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
       }
     }
   }
-  const int64_t of_head = c.block_size * c.head_dim * s.size, apart = c.latent ? 0 : c.kv_heads * of_head;
+  const int64_t apart = c.latent ? 0 : c.kv_heads * s.head_size;  // a token's key and its value
   Wide wide(c.type == Type::F16 ? c.head_dim : 0);
   AttendedSpan a = {};
   a.type = c.type, a.head_dim = c.head_dim, a.value_dim = s.value_dim, a.scale = c.scale;
@@ -244,7 +243,7 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
         const int64_t head = first + part, row = head * task.count;
         const int64_t from = ahead.count * part / parts, to = ahead.count * (part + 1) / parts;
         a.next = ahead.begin + from, a.next_count = to - from, a.next_bytes = ahead.bytes;
-        a.tokens = span.tokens, a.key = (task.kv_head + head) * of_head, a.value = a.key + apart;
+        a.tokens = span.tokens, a.key = (task.kv_head + head) * s.head_size, a.value = a.key + apart;
         if (c.type == Type::F16) wide.set(k, a);
         a.q = q.get() + head * q_size, a.total = sums.total + row * width;
         a.top = sums.top + row, a.mass = sums.mass + row;

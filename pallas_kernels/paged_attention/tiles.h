@@ -201,9 +201,9 @@ __attribute__((noinline)) void score_rows(const AttendedSpan& s, const char* con
 #pragma GCC unroll 2
       for (int from = 0; from < words; from += held) {
         const auto key = [&](int64_t k, int part) __attribute__((always_inline)) {
-          const char* const key = tokens[k] + s.key;
-          if (kind == Type::F32) return load<vu>((const float*)key + at + part * L);
-          const vu both = load<vu>((const uint16_t*)key + at);
+          const char* const row = tokens[k] + s.key;
+          if (kind == Type::F32) return load<vu>((const float*)row + at + part * L);
+          const vu both = load<vu>((const uint16_t*)row + at);
           return words == 1 ? both : part ? both & 0xffff0000u : both << 16;
         };
         // Loaded once: a compiler would make the load a part of each multiplication, and cores load no more vectors
@@ -429,6 +429,7 @@ INLINE void soften(const AttendedSpan& s, int64_t row, bool whole, float* scores
     return lanes_of<R>(some);
   };
   const auto keep = [&](vf of, float* rows) __attribute__((always_inline)) {
+    // One store, of a size that is known, is all that the next span's load waits for.
     if (count == R) memcpy(rows + row, &of, R * 4);
     else memcpy(rows + row, &of, count * 4);
   };
